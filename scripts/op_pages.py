@@ -202,7 +202,7 @@ def fusions(op: dict) -> str:
 
 def opening(op: dict, section: str) -> str:
     """The start of an op's page, for which the definition is enough."""
-    facts = section.split("\n", 2)[2].split("\nFusions: ")[0].strip("\n").replace(f" [More](ops/{op['name']}.md).", "")
+    facts = section.split("\n", 2)[2].strip("\n").replace(f" [More](ops/{op['name']}.md).", "")
     return f"# {op['name']}\n\n{facts}\n\nBack to [all ops](../ops.md).\n\n## In Python\n\n{call(op)}"
 
 

@@ -13,22 +13,25 @@ from pathlib import Path
 import op_pages
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
-TABLED = {"activation": "activations", "glu": "gated units"}
+TABLED = {"activation", "glu"}
 COMMON = {"glu_interleave_size"}
 
-HEAD = """# Ops
+HEAD = """# Operations
 
-Rendered from the definitions of the library by `scripts/render_ops.py`; the page of an op tells its shapes, dtypes, what it keeps, its steps. In C++ an op is `tandem::ops::op("name", sizes, options)`, and most
-have a function of their own in `tandem/ops.h`, `grouped_linear` that alone. On the command line sizes and options follow behind colons, as `tandem explain --help` says. In
-Python a class takes the arguments of TransformerEngine's, where that has one; the classes of `tandem.ops.library` take sizes and options as
-they stand here.
+This page lists every operation with its options and parameters. The page of an operation, behind its name or "More", says its shapes, dtypes, kept values,
+steps and fusions. `scripts/render_ops.py` renders both from the definitions in the library.
+
+- In Python an operation is a class that takes TransformerEngine's arguments, where TransformerEngine has it. Classes of `tandem.ops.library` take the sizes and
+  options of this page.
+- In C++ it is `tandem::ops::op("name", sizes, options)`. Most have a function in `tandem/ops.h`; `grouped_linear` has only that.
+- On the command line sizes and options follow behind colons; see `tandem explain --help`.
 
 """
 TABLE_HEAD = """## Activations and gated units
 
-The rows of `tandem/activations.h`; those with numbers have sections of their own below. Behind a `Linear` each fuses with the product's bias, in both directions.
-An activation has no options. A gated unit has `glu_interleave_size` (`0`; a whole number from 0 to 16777216; None in Python): a and b take turns in blocks of so
-many columns; 0: they are the halves of the last dimension.
+These are the rows of `tandem/activations.h`; units with numbers have sections of their own below. Behind a `Linear` each fuses with the product's bias, in both
+directions. An activation has no options. A gated unit has `glu_interleave_size` (`0`; a whole number from 0 to 16777216; None in Python): a and b alternate in
+blocks of so many columns; with 0 they are the halves of the last dimension.
 
 | op | | Python |
 |---|---|---|
@@ -49,10 +52,6 @@ def lines_of(op: dict) -> list[str]:
     return lines
 
 
-def listed(fusions: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in fusions)
-
-
 def start_of(parameter: dict) -> str:
     start = {"zeros": "zeros", "ones": "ones", "kaiming_uniform": "drawn as torch.nn.Linear draws its weight"}[parameter["init"]]
     return start + (f", zeros with `{parameter['zeros_if']}`" if parameter["zeros_if"] else "")
@@ -67,7 +66,7 @@ def section(op: dict) -> str:
     facts = [f"Parameter `{each['name']}` [{', '.join(each['shape'])}]: {start_of(each)}." for each in op["parameters"]]
     facts += [f"Extra input `{name}`." for name in op["extra_inputs"]] + [f"Extra output `{name}`." for name in op["extra_outputs"]]
     text += "\n" + " ".join(facts) + "\n" if facts else ""
-    return text + (f"\nFusions: {listed(op['fusions'])}.\n" if op.get("fusions") else "")
+    return text
 
 
 def has_row(op: dict) -> bool:
@@ -78,8 +77,6 @@ def has_row(op: dict) -> bool:
 def page(ops: list[dict]) -> str:
     ordered = sorted(ops, key=lambda op: op["name"])
     table = TABLE_HEAD + "".join(row(op) for op in ordered if has_row(op))
-    families = {op["family"]: op["fusions"] for op in ordered if op["family"] in TABLED}
-    table += "\n" + " ".join(f"Fusions of {name}: {listed(families[family])}." for family, name in TABLED.items()) + "\n"
     return HEAD + "\n".join([table, *(section(op) for op in ordered if not has_row(op))])
 
 
