@@ -111,14 +111,9 @@ def document(root: Path, op: dict) -> str:
     """Puts an op in its place in docs/ops.md, and writes its page, as render_ops.py will from what was built; the page's name."""
     path = root / "docs" / "ops.md"
     text = path.read_text(encoding="utf-8")
-    if op["family"]:
-        rows = re.findall(r"^\| \[`\w+`\]\(ops/\w+\.md\) \| y = .*\n", text.split("\n## ")[1], re.M)
-        rest = text.replace("".join(rows), "\0", 1)
-        path.write_text(rest.replace("\0", "".join(sorted([*rows, render_ops.row(op)], key=lambda row: row.split("`")[1]))), encoding="utf-8")
-    else:
-        head, table, *sections = re.split(r"\n(?=## )", text)
-        sections = sorted([*(each.rstrip("\n") + "\n" for each in sections), render_ops.section(op)], key=lambda each: each.split("\n")[0])
-        path.write_text("\n".join([head, table, *sections]), encoding="utf-8")
+    rows = re.findall(r"^\| \[`\w+`\]\(ops/\w+\.md\) \| .*\n", text, re.M)
+    rest = text.replace("".join(rows), "\0", 1)
+    path.write_text(rest.replace("\0", "".join(sorted([*rows, render_ops.row(op)], key=lambda row: row.split("`")[1]))), encoding="utf-8")
     # Shapes, dtypes, what is kept and the steps are those of sigmoid, which has no class of its own either.
     same, fusions = (root / "docs" / "ops" / "sigmoid.md").read_text(encoding="utf-8").split("\n## Shapes", 1)[1].split("\n## Fusions\n\n")
     shown = same.replace("sigmoid", op["name"]) + "\n## Fusions\n\n" + (fusions if op["family"] else op_pages.NO_FUSIONS)

@@ -202,12 +202,11 @@ def fusions(op: dict) -> str:
 
 def opening(op: dict, section: str) -> str:
     """The start of an op's page, for which the definition is enough."""
-    facts = section.split("\n", 2)[2].strip("\n").replace(f" [More](ops/{op['name']}.md).", "")
-    return f"# {op['name']}\n\n{facts}\n\nBack to [all ops](../ops.md).\n\n## In Python\n\n{call(op)}"
+    return f"# {op['name']}\n\n{section}\nBack to [all ops](../ops.md).\n\n## In Python\n\n{call(op)}"
 
 
 def page(op: dict, section: str) -> str:
-    """The page of an op, whose section of docs/ops.md says what can be given."""
+    """The page of an op; `section` says what can be given."""
     text = opening(op, section)
     if sample(op) is None:
         text += f"\n## Shapes\n\n{COLLECTIVES[op['name']]}.\n\n## Dtypes\n\n{rule(op)}\n\n## Kept for backward\n\nNothing.\n"

@@ -13,33 +13,25 @@ from pathlib import Path
 import op_pages
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
-TABLED = {"activation", "glu"}
-COMMON = {"glu_interleave_size"}
-
 HEAD = """# Operations
 
-This page lists every operation with its options and parameters. The page of an operation, behind its name or "More", says its shapes, dtypes, kept values,
-steps and fusions. `scripts/render_ops.py` renders both from the definitions in the library.
+This page lists every operation. The page of an operation, behind its name, says its sizes, options, parameters, shapes, dtypes, kept values, steps and fusions.
+`scripts/render_ops.py` renders all of these from the definitions in the library.
 
 - In Python an operation is a class that takes TransformerEngine's arguments, where TransformerEngine has it. Classes of `tandem.ops.library` take the sizes and
-  options of this page.
+  options of the operation's page.
 - In C++ it is `tandem::ops::op("name", sizes, options)`. Most have a function in `tandem/ops.h`; `grouped_linear` has only that.
 - On the command line sizes and options follow behind colons; see `tandem explain --help`.
+- Activations and gated units are the rows of `tandem/activations.h`. Behind a `Linear` each fuses with the product's bias, in both directions. A gated unit takes
+  a and b from the halves of the last dimension, or from blocks of columns by turns (`glu_interleave_size`).
 
-"""
-TABLE_HEAD = """## Activations and gated units
-
-These are the rows of `tandem/activations.h`; units with numbers have sections of their own below. Behind a `Linear` each fuses with the product's bias, in both
-directions. An activation has no options. A gated unit has `glu_interleave_size` (`0`; a whole number from 0 to 16777216; None in Python): a and b alternate in
-blocks of so many columns; with 0 they are the halves of the last dimension.
-
-| op | | Python |
+| operation | computes | Python |
 |---|---|---|
 """
 
 
 def row(op: dict) -> str:
-    """The line of an activation or gated unit."""
+    """The line of an op in the list of all."""
     return f"| [`{op['name']}`](ops/{op['name']}.md) | {op['formula'].replace('|', chr(92) + '|')} | `{op['python']}` |\n"
 
 
@@ -58,8 +50,8 @@ def start_of(parameter: dict) -> str:
 
 
 def section(op: dict) -> str:
-    """What is to be known of one op."""
-    text = f"## {op['name']}\n\n`{op['formula']}`, in Python `{op['python']}`. [More](ops/{op['name']}.md).\n"
+    """What can be given to an op: sizes, options, parameters, extra inputs."""
+    text = f"`{op['formula']}`, in Python `{op['python']}`.\n"
     lines = lines_of(op)
     if lines:
         text += "\n| | | |\n|---|---|---|\n" + "\n".join(lines) + "\n"
@@ -69,15 +61,8 @@ def section(op: dict) -> str:
     return text
 
 
-def has_row(op: dict) -> bool:
-    """Whether a line of the table says all of it."""
-    return op["family"] in TABLED and {option["name"] for option in op["options"]} <= COMMON
-
-
 def page(ops: list[dict]) -> str:
-    ordered = sorted(ops, key=lambda op: op["name"])
-    table = TABLE_HEAD + "".join(row(op) for op in ordered if has_row(op))
-    return HEAD + "\n".join([table, *(section(op) for op in ordered if not has_row(op))])
+    return HEAD + "".join(row(op) for op in sorted(ops, key=lambda op: op["name"]))
 
 
 def parts_of(fusion) -> set[str]:

@@ -1,5 +1,5 @@
 // Options of the ops of the library, with their defaults. Signatures of ops are made of them: what
-// each may be set to is in docs/ops.md.
+// each may be set to is in docs/ops.
 #pragma once
 
 #include <cstddef>

@@ -122,7 +122,7 @@ struct TensorParallel {
 
 namespace ops {
 
-/// The registered op of this name, one's own too: docs/ops.md says the sizes and options of those
+/// The registered op of this name, one's own too: docs/ops says the sizes and options of those
 /// of the library.
 ///
 ///   tandem::ops::op("rms_norm", {{"hidden", 64}}, {{"eps", 1e-6}})

@@ -52,7 +52,7 @@ def test_an_op_is_seven_files_and_six_rows(tree):
     for name in edited[1:]:
         assert len(after[name].splitlines()) == len(before[name].splitlines()) + (1 if name in lists else 2)
     assert not any(word in after[name] for name in new for word in ("@name@", "@Type@"))
-    assert "\n## zig_zag\n" in after["docs/ops.md"]
+    assert re.search(r"^\| \[`zig_zag`\]\(ops/zig_zag\.md\) \| .* \| `tandem\.ops\.library\.ZigZag` \|$", after["docs/ops.md"], re.M)
 
 
 def test_an_activation_is_a_page_and_four_edits(tree):
