@@ -71,8 +71,8 @@ def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fals
     The contract of a fused op here: interchangeable with the forward of the ops it covers, each of which keeps its own backward.
 
     - It computes the same output, and the extra outputs that anything outside of it wants.
-    - It saves on the context of each covered op what the op's own backward reads: for ops of the library the tensors listed in "Adding an op or
-      a fusion" (docs/extending.md), by name or in that order; for ops written in Python what their own forward saves, tensors by the same names
+    - It saves on the context of each covered op what the op's own backward reads: for ops of the library the tensors listed in "A fusion in
+      Python" (docs/extending.md), by name or in that order; for ops written in Python what their own forward saves, tensors by the same names
       or in the same order, and fields. What does not fit is an error that says which.
     - `basic_op_extra_inputs` holds None where a channel comes from another covered op: what flows inside is the fused op's own business.
     - Where no gradient is wanted (`ctx.requires_grad` is False) it saves nothing.
