@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import tandem  # noqa: F401  # registers kernel ops
 from benchmarks.block import has_bfloat16
+from benchmarks.loss import forget_peak, peak_bytes
 from benchmarks.timing import interleaved, verdict
 
 HIDDEN, INNER, HEADS, VOCABULARY, CLASSES, ROUNDS = 256, 704, 4, 2048, 32000, 15
@@ -171,6 +172,16 @@ def compared(name: str, model: nn.Module, x: torch.Tensor, loss: Callable[[torch
             step(backend)
         return sum(sizes.values())
 
+    def peak(backend: str) -> int:
+        peaks = []
+        for _ in range(3):
+            models[backend].zero_grad()
+            tandem.empty_cache()
+            before = forget_peak()
+            step(backend)
+            peaks.append(peak_bytes() - before)
+        return min(peaks)
+
     times: dict[str, list[float]] = {backend: [] for backend in models}
     for turn in range(ROUNDS + 2):
         for backend, measured in times.items():
@@ -182,7 +193,8 @@ def compared(name: str, model: nn.Module, x: torch.Tensor, loss: Callable[[torch
     median = {backend: statistics.median(measured) for backend, measured in times.items()}
     return (
         f"{name:<28} step {1e3 * median['tandem']:8.3f} ms; speed against eager {median['eager'] / median['tandem']:.2f}, against Inductor "
-        f"{median['inductor'] / median['tandem']:.2f}, of a backend that does nothing against eager {median['eager'] / median['nothing']:.2f}; kept {kept('tandem') / max(kept('eager'), 1):.2f} of eager's bytes"
+        f"{median['inductor'] / median['tandem']:.2f}, of a backend that does nothing against eager {median['eager'] / median['nothing']:.2f}; kept {kept('tandem') / max(kept('eager'), 1):.2f} of eager's bytes, "
+        f"peak memory {peak('tandem') / max(peak('eager'), 1):.2f}"
     )
 
 

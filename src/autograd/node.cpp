@@ -351,11 +351,12 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   for (const Step& step : backward->steps) {
     for (const Value value : step.reads)
       if (exists(value)) load(value);
+    // A step may write into what it alone holds: what no later step or backward reads.
+    for (const Value dead : step.dead) let_go(dead);
     {
       const NoAutocast no_autocast;  // not for the hooks that unpack: they are the caller's
       run_step(frame, step);
     }
-    for (const Value dead : step.dead) let_go(dead);
     if (C10_UNLIKELY(check_nan)) check_no_nan(frame, step);
   }
   for (size_t i = 0; i < results.size(); ++i)

@@ -1,10 +1,12 @@
 #include "ops/loss.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/mul.h>
 
 #include <array>
 
 #include "core/call.h"
+#include "kernel_ops/framework/memory.h"
 #include "kernel_ops/loss/linear_cross_entropy.h"
 #include "tandem/op_options.h"
 
@@ -59,7 +61,16 @@ void loss_backward(Call& call) {
     factor = (factor / over).masked_fill(over == 0, 0);
   }
   const at::Tensor& gradient = call.in(unit);
-  call.out(0, (gradient * factor).to(call.out_type(0).dtype));
+  const at::ScalarType dtype = call.out_type(0).dtype;
+  if (call.path() != Path::direct || gradient.scalar_type() != dtype)
+    return call.out(0, (gradient * factor).to(dtype));
+  // Without a second one of the size of the weight, unless backward may come once more.
+  const bool is_own =
+      gradient.use_count() == 1 && gradient.storage().use_count() == 1 && gradient.is_contiguous();
+  at::Tensor scaled =
+      is_own ? gradient : kernel_ops::empty_beside(gradient, gradient.sizes(), dtype);
+  at::mul_out(scaled, gradient, factor);
+  call.out(0, std::move(scaled));
 }
 
 /// Where each row has a gradient of its own, the logits are computed again.

@@ -338,3 +338,25 @@ def test_directions_by_hand(reduction):
     assert torch.equal(loss, want)
     grad_x, grad_params, _ = head.fuser_backward([ctx], seed, basic_op_grad_extra_outputs=[()])
     assert torch.equal(grad_x, right[0]) and torch.equal(next(iter(grad_params))[0], right[1])
+
+
+def test_the_last_backward_scales_the_gradient_of_the_weight_where_it_lies():
+    head, x, targets = ops.Sequential(ops.LinearCrossEntropy(64, 1000)), torch.randn(7, 64, requires_grad=True), torch.arange(7)
+    weight, seed, held = head[0].weight, torch.tensor(3.0), []
+
+    def freed(run):
+        """What goes to the cache of freed memory, as the kept gradient does where another one takes its place."""
+        tandem.empty_cache()
+        result = run()
+        return tandem.cached_bytes() >= weight.nbytes, result
+
+    loss = head(x, targets)
+    is_freed, (first,) = freed(lambda: torch.autograd.grad(loss, weight, seed, retain_graph=True))
+    assert not is_freed, "backward may come once more"
+    is_freed, (last,) = freed(lambda: torch.autograd.grad(loss, weight, seed))
+    assert not is_freed, "it is the gradient itself"
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: held.append((tensor, tensor.clone())) or tensor, lambda tensor: tensor):
+        loss = head(x, targets)
+    (other,) = torch.autograd.grad(loss, weight, seed)
+    assert all(torch.equal(*each) for each in held), "what a hook holds stays as it was"
+    assert torch.equal(first, last) and torch.equal(first, other)

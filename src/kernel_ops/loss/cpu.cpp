@@ -1,5 +1,6 @@
 // The loss on the CPU: some rows of logits at a time, which become their own gradients.
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -17,8 +18,8 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// Rows of logits that are there at a time: enough for the products to be fast, few enough to be
-/// small beside the gradient of the weight (benchmarks/loss.py).
+/// Rows of logits that exist at a time: enough for the products to be fast, few enough to be small
+/// beside the gradient of the weight (benchmarks/loss.py).
 constexpr int64_t kRowsAtOnce = 512;
 
 /// The rows that are computed: those that count, or all.
@@ -154,7 +155,8 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
 
   const int64_t most = std::min(count, kRowsAtOnce);
   const Tensor inputs = empty_cpu({most, hidden}, dtype),
-               logits = empty_cpu({most, classes}, dtype),
+               // Not from the cache, which would hold them during the rest of backward.
+      logits = at::empty({most, classes}, weight.options()),
                of_inputs =
                    of_rows.defined() ? empty_cpu({most, hidden}, of_rows.scalar_type()) : Tensor();
   std::vector<float> some_losses(static_cast<size_t>(most));
