@@ -8,6 +8,8 @@ Usage: check_layout.py [ROOT]      Rules:
   circles Python modules below python/ do not import each other in a circle. Imports inside functions and under TYPE_CHECKING count like all
           others: each says that one module cannot be understood without the other. That a module runs the __init__.py of its packages
           does not count.
+  tops    no module beside the __init__.py of a Python package below python/ has a name that begins with one underscore: it lies in a package
+          below that one whose name says what it is about. A stub, that of the extension, may.
   lists   each source is listed once, in the CMakeLists.txt of its folder or of one above, and each listed source exists
   tests   where a header says of what holds "(test X)" or "(tests X, Y)", these are suites or cases of tests/, "*" standing for any text
 """
@@ -232,6 +234,14 @@ def check_circles(root: Path) -> list[str]:
     return problems
 
 
+def check_tops(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}: expected a module in a package that says what it is about, got an underscored one beside __init__.py. Move it there."
+        for path in sorted((root / "python").glob("*/_*.py"))
+        if not path.name.startswith("__")
+    ]
+
+
 def listed_sources(cmake_file: Path) -> list[Path]:
     """Sources that a CMakeLists.txt or sources.cmake names, those of other folders (by an absolute path) left out."""
     text = re.sub(r"#.*", "", cmake_file.read_text(encoding="utf-8"))
@@ -280,7 +290,9 @@ def check_tests(root: Path, files: list[Path]) -> list[str]:
 
 def main(root: Path) -> int:
     files = source_files(root)
-    problems = check_sizes(root, files) + check_columns(root, files) + check_arrows(root, files) + check_bodies(root, files) + check_circles(root) + check_lists(root, files) + check_tests(root, files)
+    problems = check_circles(root) + check_tops(root)
+    for check in (check_sizes, check_columns, check_arrows, check_bodies, check_lists, check_tests):
+        problems += check(root, files)
     for problem in problems:
         print(f"check_layout: {problem}", file=sys.stderr)
     if not problems:

@@ -11,45 +11,20 @@ torch.Size([8, 64])
 plan: training, with gradients, recipe none
 """
 
+import sys
+
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tandem._build import TORCH
-from tandem._versions import check_torch
+from tandem.versions import check_torch
 
 check_torch(torch.__version__, TORCH)
 
-from tandem import _C, recipe  # noqa: E402
+from tandem import _C, ops, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
-from tandem._autocast import autocast  # noqa: E402
-from tandem._checkpoint import checkpoint  # noqa: E402
-from tandem._compile import compile  # noqa: A004, E402
-from tandem._loss import linear_cross_entropy  # noqa: E402
-from tandem._memory_budget import memory_budget  # noqa: E402
-from tandem._names import (  # noqa: E402
-    fp8_autocast,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-)
-from tandem._quantize import (  # noqa: E402
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    cast,
-    cast_back,
-    quantize,
-)
-from tandem._quantized_tensor import QuantizedTensor  # noqa: E402
-from tandem._quantizer import Quantizer  # noqa: E402
-from tandem._quantized_init import finish_quantized_init, fp8_model_init, quantized_model_init  # noqa: E402
-from tandem._weights import WeightWorkspace, quantize_weight, weights_changed, weights_unchanged  # noqa: E402
-from tandem import ops  # noqa: E402
-from tandem._decompositions import decompositions, register_decompositions  # noqa: E402
-from tandem._export import transformer_engine_state_dict  # noqa: E402
+from tandem.compilers.compile import compile  # noqa: A004, E402
+from tandem.compilers.decompositions import decompositions, register_decompositions  # noqa: E402
 from tandem.modules import (  # noqa: E402
     GroupedLinear,
     InferenceParams,
@@ -63,10 +38,36 @@ from tandem.modules import (  # noqa: E402
     TransformerLayer,
     apply_rotary_pos_emb,
 )
-from tandem._inspect import Inspection, inspect  # noqa: E402
-from tandem._compiled_state import load_recipe_state_dict, recipe_state_dict  # noqa: E402
-from tandem._recipe_state import make_recipe_state  # noqa: E402
-from tandem._report import Verification, explain, verify  # noqa: E402
+from tandem.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
+from tandem.quantized.formats import (  # noqa: E402
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    cast,
+    cast_back,
+    quantize,
+)
+from tandem.quantized.init import finish_quantized_init, fp8_model_init, quantized_model_init  # noqa: E402
+from tandem.quantized.quantizer import Quantizer  # noqa: E402
+from tandem.quantized.tensor import QuantizedTensor  # noqa: E402
+from tandem.quantized.weights import WeightWorkspace, quantize_weight, weights_changed, weights_unchanged  # noqa: E402
+from tandem.regions.autocast import (  # noqa: E402
+    autocast,
+    fp8_autocast,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from tandem.regions.checkpoint import checkpoint  # noqa: E402
+from tandem.regions.memory_budget import memory_budget  # noqa: E402
+from tandem.report.explain import Verification, explain, verify  # noqa: E402
+from tandem.report.inspection import Inspection, inspect  # noqa: E402
+from tandem.state.compiled import load_recipe_state_dict, recipe_state_dict  # noqa: E402
+from tandem.state.recipe import make_recipe_state  # noqa: E402
+from tandem.state.transformer_engine import transformer_engine_state_dict  # noqa: E402
 
 __version__: str = _C.version()
 __all__ = [
@@ -130,6 +131,31 @@ __all__ = [
 def _after_step(*_: object) -> None:
     _C.weights_changed()  # fused optimizers write without moving version counters
 
+
+# Former names of modules, under which pickles of earlier versions know what is in them, and the built library two.
+_FORMER_MODULES = {
+    "_autocast": "regions.autocast",
+    "_checkpoint": "regions.checkpoint",
+    "_compile": "compilers.compile",
+    "_compiled_state": "state.compiled",
+    "_decompositions": "compilers.decompositions",
+    "_export": "state.transformer_engine",
+    "_inspect": "report.inspection",
+    "_loss": "ops.linear_cross_entropy",
+    "_memory_budget": "regions.memory_budget",
+    "_names": "regions.autocast",
+    "_quantize": "quantized.formats",
+    "_quantized_init": "quantized.init",
+    "_quantized_params": "quantized.parameters",
+    "_quantized_tensor": "quantized.tensor",
+    "_quantizer": "quantized.quantizer",
+    "_recipe_state": "state.recipe",
+    "_report": "report.explain",
+    "_runtime": "ops.runtime",
+    "_weights": "quantized.weights",
+}
+for _former, _module in _FORMER_MODULES.items():
+    sys.modules[f"{__name__}.{_former}"] = sys.modules[f"{__name__}.{_module}"]
 
 register_optimizer_step_post_hook(_after_step)
 register_decompositions()

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tandem import _C
-from tandem._tracing import constant_while_traced
+from tandem.compilers.tracing import constant_while_traced
 
 NAME = "recipe_state"  # of the child that holds it
 _LOADED_WITHOUT = "_loaded_without_recipe_state"  # attribute of a module without one, whose parameters came from a state dict

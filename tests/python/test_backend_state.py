@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tandem
-from tandem import _compiled_state
 from tandem.recipe import DelayedScaling, MXFP8BlockScaling
+from tandem.state import compiled as compiled_state
 
 SIZE = 16
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -162,7 +162,7 @@ def test_a_region_of_the_caller_counts(x):
 def test_state_ends_with_its_model(x):
     model = blocks(1)
     tandem.compile(model, recipe=RECIPE)(x)
-    held = [weakref.ref(each) for each in _compiled_state._all[model[0].down.weight].states.values()]
+    held = [weakref.ref(each) for each in compiled_state._all[model[0].down.weight].states.values()]
     del model
     gc.collect()
     assert held and not any(each() for each in held)

@@ -11,8 +11,8 @@ from support import llama_mlp
 
 import tandem
 import tandem.ops as ops
-from tandem._versions import check_torch
-from tandem._tracing import constant_while_traced
+from tandem.versions import check_torch
+from tandem.compilers.tracing import constant_while_traced
 
 
 def python(code: str) -> str:

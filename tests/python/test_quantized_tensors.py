@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import tandem
 from tandem import ops
-from tandem._quantized_parts import PARTS
+from tandem.quantized.parts import PARTS
 from tandem.recipe import Float8CurrentScaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -124,6 +124,7 @@ BROKEN_LAYOUTS = {
         "no circle of imports",
     ),
     "circle of imports through a package": ({"python/tandem/ops/op.py": "import tandem\n"}, "no circle of imports"),
+    "underscored module": ({"python/tandem/_linear.py": ""}, "python/tandem/_linear.py: expected a module in a package that says what it is about"),
     "source not listed": ({"src/core/value.cpp": "\n"}, "src/core/value.cpp: expected the CMakeLists.txt"),
     "CUDA source not listed": ({"src/kernels/cuda/gelu.cu": "\n"}, "src/kernels/cuda/gelu.cu: expected the"),
     "listed in a comment only": (

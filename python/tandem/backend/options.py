@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
-from tandem._memory_budget import budget_text
+from tandem.regions.memory_budget import budget_text
 from tandem.recipe import Recipe
 
 

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from tandem import _C, _compiled_state, ops
+from tandem import _C, ops
 from tandem.backend import recompute
 from tandem.backend.normalise import Terms, tensors_of_model, users, value_of
 from tandem.backend.options import Options
 from tandem.backend.regions import Region
 from tandem.backend.rows import Op
 from tandem.backend.verify import Reference
+from tandem.state import compiled as compiled_state
 
 
 class Draft:
@@ -139,7 +140,7 @@ class Made:
 
     def give_state(self, recipe: str, read: Sequence[torch.Tensor]) -> None:
         for op, tensors, use in self.products:
-            _compiled_state.give(op, [read[at] for at in tensors], use, recipe)
+            compiled_state.give(op, [read[at] for at in tensors], use, recipe)
         self.recipe = recipe
 
 

@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch.fx import GraphModule, Node
 
 from tandem import _C
-from tandem._autocast import autocast
+from tandem.regions.autocast import autocast
 from tandem.recipe import Recipe
 
 _NAMES = ("tag_activation_checkpoint", "wrap_activation_checkpoint")

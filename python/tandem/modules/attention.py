@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tandem._checkpoint import checkpoint
-from tandem._weights import in_microbatch
+from tandem.regions.checkpoint import checkpoint
+from tandem.quantized.weights import in_microbatch
 from tandem import _C, ops
 from tandem.modules.base import Init, Module, forked
 from tandem.modules.inference import InferenceParams

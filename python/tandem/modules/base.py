@@ -11,8 +11,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from tandem._quantized_init import note_init, quantize_weights
-from tandem._weights import in_microbatch
+from tandem.quantized.init import note_init, quantize_weights
+from tandem.quantized.weights import in_microbatch
 from tandem.ops.arguments import Fixed, flag
 from tandem.ops.collective import _Collective, _replacement
 from tandem.ops.composite import CompositeOperation

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from tandem._weights import in_microbatch
+from tandem.quantized.weights import in_microbatch
 from tandem import ops
 from tandem.modules.base import Init, check_dtype, check_group, draw, forked
 from tandem.ops.arguments import Fixed, at_default, flag, positive, whole

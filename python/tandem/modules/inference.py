@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from tandem._quantized_views import has_tangent, levels
+from tandem.quantized.views import has_tangent, levels
 from tandem.ops.arguments import positive
 
 

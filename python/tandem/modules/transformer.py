@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, ops
-from tandem._weights import in_microbatch
+from tandem.quantized.weights import in_microbatch
 from tandem.modules.attention import MultiheadAttention, Window, check_unused, check_window, set_group_inside
 from tandem.modules.base import Init
 from tandem.modules.inference import InferenceParams

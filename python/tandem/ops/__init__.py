@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from tandem import _runtime
-from tandem.ops import basic, fused, fuser
+from tandem.ops import basic, fused, fuser, runtime
 from tandem.ops.activation import (
     GEGLU,
     GELU,
@@ -47,7 +46,7 @@ from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from tandem.ops.sequential import Sequential
 from tandem.ops.structure import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Modulate, Quantize, Reshape
 
-_runtime.install()
+runtime.install()
 
 __all__ = [
     "AddExtraInput",

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from tandem._quantize import Float8CurrentScalingQuantizer
-from tandem._quantized_tensor import QuantizedTensor
+from tandem.quantized.formats import Float8CurrentScalingQuantizer
+from tandem.quantized.tensor import QuantizedTensor
 from tandem.ops.arguments import flag
 from tandem.ops.context import OperationContext
 from tandem.ops.op import BasicOperation

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from tandem._tracing import constant_while_traced
+from tandem.compilers.tracing import constant_while_traced
 from tandem.ops import main_grad
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import Self
 
-from tandem._quantized_init import forget_init
+from tandem.quantized.init import forget_init
 from tandem.ops.changes import Changes, add_watcher
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.directions import PartsMixin

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import Self
 
 from tandem import _C
-from tandem._quantized_tensor import QuantizedTensor, distinct
+from tandem.quantized.tensor import QuantizedTensor, distinct
 from tandem.ops.foreign import has_own_product
 
 Split = Mapping[str, int] | Sequence[str]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from tandem import _C
-from tandem._quantized_init import note_init, quantize_weights, quantized_model_init
+from tandem.quantized.init import note_init, quantize_weights, quantized_model_init
 from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
 from tandem.ops.buffers import Entry
 from tandem.ops.checkpoint import rename

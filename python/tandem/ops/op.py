@@ -15,7 +15,7 @@ from tandem.ops.context import OperationContext
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import NO_EXTRAS, OpRun
 from tandem.ops.styles import PREFIXES, call_accepting, style_of
-from tandem._tracing import extras_of_fx_root
+from tandem.compilers.tracing import extras_of_fx_root
 from tandem.ops.unit import BasicUnit, FusedUnit, Unit
 
 

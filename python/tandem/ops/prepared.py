@@ -17,7 +17,7 @@ from tandem.ops.buffers import Modes, note_graph
 from tandem.ops.changes import Changes, structure
 from tandem.ops.places import Place, places
 from tandem.ops.terms import Terms
-from tandem._tracing import constant_while_traced
+from tandem.compilers.tracing import constant_while_traced
 from tandem.ops.unit import BasicUnit, Unit
 from tandem.recipe_state import history_length, traced_region
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem._quantize import Float8Quantizer
-from tandem._quantizer import Quantizer, quantizer_of_text
+from tandem.quantized.formats import Float8Quantizer
+from tandem.quantized.quantizer import Quantizer, quantizer_of_text
 
 _MODES = ("forward", "backward")
 _DELAYED = {"forward": "fp8_e4m3:delayed", "backward": "fp8_e5m2:delayed"}  # of a state outside of the regions of its recipe

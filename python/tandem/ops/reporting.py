@@ -14,8 +14,8 @@ import torch
 from typing_extensions import Self
 
 from tandem import _C, recipe_state
-from tandem._picture import step_times, told
-from tandem._quantized_tensor import QuantizedTensor
+from tandem.report.picture import step_times, told
+from tandem.quantized.tensor import QuantizedTensor
 from tandem.ops.foreign import Pieces
 from tandem.ops.joined import are_adjacent
 from tandem.ops.prepared import Outputs

@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem._quantized_params import is_shared
+from tandem.quantized.parameters import is_shared
 from tandem.ops import buffers, foreign, shards
 from tandem.ops.changes import Changes, structure
 from tandem.ops.cut import Piece, Wiring, pieces, reasons

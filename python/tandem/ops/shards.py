@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem._quantized_params import is_shared
+from tandem.quantized.parameters import is_shared
 from tandem.ops.unit import BasicUnit, Unit
 
 _PRODUCTS = ("basic_linear", "grouped_linear")

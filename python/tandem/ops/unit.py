@@ -14,9 +14,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
 from tandem import _C
-from tandem._quantized_init import loading
-from tandem._quantized_state import load_parts, save_parts
-from tandem._quantizer import Quantizer
+from tandem.quantized.init import loading
+from tandem.quantized.state_dict import load_parts, save_parts
+from tandem.quantized.quantizer import Quantizer
 from tandem.ops.arguments import flag
 from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
 from tandem.ops.channels import ChannelsMixin

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem import _C
-from tandem._quantizer import Quantizer
+from tandem.quantized.quantizer import Quantizer
 from tandem.recipe.base import _Row, Format, Recipe
 from tandem.recipe.scaling import Float8CurrentScaling
 
@@ -178,4 +178,4 @@ def _choose(qfactory: _QuantizerFactory, kind: str, role: str, op: str, slot: in
     return chosen.text
 
 
-_QUANTIZER_MODULES = (Quantizer.__module__, "tandem._quantize")
+_QUANTIZER_MODULES = (Quantizer.__module__, "tandem.quantized.formats")

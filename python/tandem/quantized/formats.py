@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tandem._quantized_parts import PARTS
-from tandem._quantized_tensor import QuantizedTensor, assembled
-from tandem._quantized_views import ZEROS, Zeros, rows_of
-from tandem._quantizer import Quantizer, quantizer_of_text
+from tandem.quantized.parts import PARTS
+from tandem.quantized.tensor import QuantizedTensor, assembled
+from tandem.quantized.views import ZEROS, Zeros, rows_of
+from tandem.quantized.quantizer import Quantizer, quantizer_of_text
 
 _FP4_ROWS = 16  # of a block of NVFP4 along columns
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from tandem import _C
-from tandem._quantized_tensor import QuantizedTensor
-from tandem._quantizer import Quantizer
+from tandem.quantized.tensor import QuantizedTensor
+from tandem.quantized.quantizer import Quantizer
 
 _SAID = {None: 0, True: 1, False: 2}  # by is_first_microbatch
 

@@ -11,9 +11,9 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
-from tandem._quantized_parts import DTYPES
-from tandem._quantized_tensor import QuantizedTensor
-from tandem._tracing import constant_while_traced
+from tandem.quantized.parts import DTYPES
+from tandem.quantized.tensor import QuantizedTensor
+from tandem.compilers.tracing import constant_while_traced
 
 
 class Quantizer:
@@ -264,6 +264,6 @@ def quantizer_of_text(text: str, rowwise: bool = True, columnwise: bool = True, 
     return made
 
 
-torch.serialization.add_safe_globals([quantizer_of_text])
+torch.serialization.add_safe_globals([quantizer_of_text, (quantizer_of_text, "tandem._quantizer.quantizer_of_text")])  # whose module had another name
 
 __all__ = ["Quantizer", "quantizer_of_text"]

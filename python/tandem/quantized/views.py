@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tandem import _C
-from tandem._quantized_parts import PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
+from tandem.quantized.parts import PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
 
 SHARING = "_shares_scales"  # of a slice of rows: True where its parts serve other rows too, or the Zeros that it is of
 FIRST_NUMBERS = "_high_precision_init_val"  # of a parameter: a list of the numbers that it was given first, or of None once they are cleared

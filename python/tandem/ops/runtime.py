@@ -12,9 +12,9 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
-from tandem._quantize import Float8Quantizer
-from tandem._quantized_tensor import QuantizedTensor, assembled
-from tandem._quantizer import quantizer_of_text
+from tandem.quantized.formats import Float8Quantizer
+from tandem.quantized.tensor import QuantizedTensor, assembled
+from tandem.quantized.quantizer import quantizer_of_text
 from tandem.ops import fusions, python_op
 from tandem.ops.context import OperationContext
 from tandem.ops.directions import Call, drawing

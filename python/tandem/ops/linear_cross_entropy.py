@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from tandem._tracing import constant_while_traced, number_while_traced
+from tandem.compilers.tracing import constant_while_traced, number_while_traced
 from tandem.ops.collective import collectives
 from tandem.ops.loss import shared_classes
 from tandem.ops.signature import signature_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tandem._quantized_tensor import QuantizedTensor
+from tandem.quantized.tensor import QuantizedTensor
 from tandem.modules.attention import RotaryPositionEmbedding
 from tandem.ops.unit import Unit
 from tandem.recipe_state import NAME

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tandem._quantized_parts import PARTS, Place, padded, places_of_rows, rows_of_blocks, sizes_of_parts
+from tandem.quantized.parts import PARTS, Place, padded, places_of_rows, rows_of_blocks, sizes_of_parts
 
 
 class _Shared(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from tandem._quantized_parts import DTYPES, PARTS, serves_both
-from tandem._quantized_sharding import post_all_gather, pre_all_gather
-from tandem._quantized_views import (
+from tandem.quantized.parts import DTYPES, PARTS, serves_both
+from tandem.quantized.sharding import post_all_gather, pre_all_gather
+from tandem.quantized.views import (
     FIRST_NUMBERS,
     SHARING,
     STAYING,
@@ -438,7 +438,7 @@ def _rebuilt(
     return made.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuilt])
+torch.serialization.add_safe_globals([_rebuilt, (_rebuilt, "tandem._quantized_tensor._rebuilt")])  # whose module had another name
 
 
 def distinct(x: QuantizedTensor) -> dict[str, torch.Tensor]:

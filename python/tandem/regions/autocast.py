@@ -1,4 +1,4 @@
-"""The region in which a recipe is in force."""
+"""The region in which a recipe is in force, under its older name too, and whether this machine knows the formats of recipes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tandem import _C
 from tandem.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from tandem.recipe_state import history_length, traced_region, traced_regions
 
-
 _DEFAULT_RECIPE = Float8CurrentScaling()
+
 
 def _group_of(recipe: DelayedScaling, group: torch.distributed.ProcessGroup | None) -> str:
     """The name of the processes that share their amaxes; empty where there are no others."""
@@ -121,3 +121,32 @@ class autocast(contextlib.ContextDecorator):
             _C.in_force.recipe = self._outer_while_traced.pop()
         else:
             _C.exit_autocast(self)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: torch.distributed.ProcessGroup | None = None,
+    _graph: bool = False,
+) -> autocast:
+    """`autocast` under its older name.
+
+    Args:
+        enabled, calibrating: as of `autocast`.
+        fp8_recipe, fp8_group: its `recipe` and `amax_reduction_group`.
+        _graph: of no meaning.
+    """
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether recipes of a format work on this machine: all do on every one, exactly as specified, emulated where its instructions lack them.
+
+    Args:
+        return_reason: whether to return a pair, the answer and why it is no.
+    """
+    return (True, "") if return_reason else True
+
+
+is_fp8_block_scaling_available = is_mxfp8_available = is_nvfp4_available = is_fp8_available

@@ -1,0 +1,1 @@
+"""Tensors in codes: the type, the quantizers that make them, and parameters that are such."""

@@ -1,0 +1,1 @@
+"""Reports: plans as text and pictures, fused compared with unfused, and what quantizing does to each tensor."""

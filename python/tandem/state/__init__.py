@@ -1,0 +1,1 @@
+"""State dicts besides those that modules give by themselves: the state of recipes, and the keys of TransformerEngine."""
