@@ -26,44 +26,24 @@ from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem.compilers.compile import compile  # noqa: A004, E402
 from tandem.compilers.decompositions import decompositions, register_decompositions  # noqa: E402
 from tandem.modules import (  # noqa: E402
-    GroupedLinear,
-    InferenceParams,
-    LayerNorm,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    MultiheadAttention,
-    RMSNorm,
-    RotaryPositionEmbedding,
-    TransformerLayer,
-    apply_rotary_pos_emb,
+    GroupedLinear, InferenceParams, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, RMSNorm, RotaryPositionEmbedding,
+    TransformerLayer, apply_rotary_pos_emb,
 )
 from tandem.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
+from tandem.ops.reporting import Verification  # noqa: E402
 from tandem.quantized.formats import (  # noqa: E402
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    cast,
-    cast_back,
-    quantize,
+    Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, cast, cast_back, quantize,
 )
 from tandem.quantized.init import finish_quantized_init, fp8_model_init, quantized_model_init  # noqa: E402
 from tandem.quantized.quantizer import Quantizer  # noqa: E402
 from tandem.quantized.tensor import QuantizedTensor  # noqa: E402
 from tandem.quantized.weights import WeightWorkspace, quantize_weight, weights_changed, weights_unchanged  # noqa: E402
 from tandem.regions.autocast import (  # noqa: E402
-    autocast,
-    fp8_autocast,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
+    autocast, fp8_autocast, is_fp8_available, is_fp8_block_scaling_available, is_mxfp8_available, is_nvfp4_available,
 )
 from tandem.regions.checkpoint import checkpoint  # noqa: E402
 from tandem.regions.memory_budget import memory_budget  # noqa: E402
-from tandem.report.explain import Verification, explain, verify  # noqa: E402
+from tandem.report.explain import explain, verify  # noqa: E402
 from tandem.report.inspection import Inspection, inspect  # noqa: E402
 from tandem.state.compiled import load_recipe_state_dict, recipe_state_dict  # noqa: E402
 from tandem.state.recipe import make_recipe_state  # noqa: E402
@@ -71,60 +51,14 @@ from tandem.state.transformer_engine import transformer_engine_state_dict  # noq
 
 __version__: str = _C.version()
 __all__ = [
-    "Float8BlockQuantizer",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "MXFP8Quantizer",
-    "NVFP4Quantizer",
-    "QuantizedTensor",
-    "Quantizer",
-    "GroupedLinear",
-    "InferenceParams",
-    "Inspection",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MultiheadAttention",
-    "RMSNorm",
-    "RotaryPositionEmbedding",
-    "TransformerLayer",
-    "apply_rotary_pos_emb",
-    "Verification",
-    "WeightWorkspace",
-    "__version__",
-    "autocast",
-    "cached_bytes",
-    "cast",
-    "cast_back",
-    "checkpoint",
-    "compile",
-    "decompositions",
-    "empty_cache",
-    "explain",
-    "inspect",
-    "fp8_autocast",
-    "finish_quantized_init",
-    "fp8_model_init",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-    "linear_cross_entropy",
-    "load_recipe_state_dict",
-    "make_recipe_state",
-    "memory_budget",
-    "ops",
-    "quantize",
-    "quantize_weight",
-    "quantized_model_init",
-    "recipe",
-    "recipe_state_dict",
-    "set_cache_limit",
-    "transformer_engine_state_dict",
-    "verify",
-    "weights_changed",
-    "weights_unchanged",
+    "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "GroupedLinear", "InferenceParams", "Inspection", "LayerNorm",
+    "LayerNormLinear", "LayerNormMLP", "Linear", "MXFP8Quantizer", "MultiheadAttention", "NVFP4Quantizer", "QuantizedTensor", "Quantizer", "RMSNorm",
+    "RotaryPositionEmbedding", "TransformerLayer", "Verification", "WeightWorkspace",
+    "__version__", "apply_rotary_pos_emb", "autocast", "cached_bytes", "cast", "cast_back", "checkpoint", "compile", "decompositions", "empty_cache",
+    "explain", "finish_quantized_init", "fp8_autocast", "fp8_model_init", "inspect", "is_fp8_available", "is_fp8_block_scaling_available",
+    "is_mxfp8_available", "is_nvfp4_available", "linear_cross_entropy", "load_recipe_state_dict", "make_recipe_state", "memory_budget", "ops",
+    "quantize", "quantize_weight", "quantized_model_init", "recipe", "recipe_state_dict", "set_cache_limit", "transformer_engine_state_dict",
+    "verify", "weights_changed", "weights_unchanged",
 ]
 
 
@@ -132,26 +66,13 @@ def _after_step(*_: object) -> None:
     _C.weights_changed()  # fused optimizers write without moving version counters
 
 
-# Former names of modules, under which pickles of earlier versions know what is in them, and the built library two.
+# Former names of modules: pickles that earlier versions have written name them, and the built library imports two by them.
 _FORMER_MODULES = {
-    "_autocast": "regions.autocast",
-    "_checkpoint": "regions.checkpoint",
-    "_compile": "compilers.compile",
-    "_compiled_state": "state.compiled",
-    "_decompositions": "compilers.decompositions",
-    "_export": "state.transformer_engine",
-    "_inspect": "report.inspection",
-    "_loss": "ops.linear_cross_entropy",
-    "_memory_budget": "regions.memory_budget",
-    "_names": "regions.autocast",
-    "_quantize": "quantized.formats",
-    "_quantized_init": "quantized.init",
-    "_quantized_params": "quantized.parameters",
-    "_quantized_tensor": "quantized.tensor",
-    "_quantizer": "quantized.quantizer",
-    "_recipe_state": "state.recipe",
-    "_report": "report.explain",
-    "_runtime": "ops.runtime",
+    "_autocast": "regions.autocast", "_checkpoint": "regions.checkpoint", "_compile": "compilers.compile", "_compiled_state": "state.compiled",
+    "_decompositions": "compilers.decompositions", "_export": "state.transformer_engine", "_inspect": "report.inspection",
+    "_loss": "ops.linear_cross_entropy", "_memory_budget": "regions.memory_budget", "_names": "regions.autocast", "_quantize": "quantized.formats",
+    "_quantized_init": "quantized.init", "_quantized_params": "quantized.parameters", "_quantized_tensor": "quantized.tensor",
+    "_quantizer": "quantized.quantizer", "_recipe_state": "state.recipe", "_report": "report.explain", "_runtime": "ops.runtime",
     "_weights": "quantized.weights",
 }
 for _former, _module in _FORMER_MODULES.items():

@@ -203,3 +203,13 @@ def test_processes_share_parts(kind: str) -> None:
     with torch.no_grad():
         module.weight.copy_(sample(1))
     assert torch.equal(sent.dequantize(), module.weight.dequantize())
+
+
+def test_copies_share_the_amax_with_the_same_processes() -> None:
+    group: Any = type("Group", (), {"group_name": "pair"})()
+    quantizer = tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group=group)
+    row_alone = tandem.quantize(sample(), tandem.Float8CurrentScalingQuantizer(E4M3, columnwise=False))
+    for made in (quantizer.copy(), copy.copy(quantizer)):
+        assert made == quantizer and made is not quantizer
+    assert quantizer._wanting(row_alone)._amax_group is group and not quantizer._wanting(row_alone).columnwise
+    assert pickle.loads(pickle.dumps(quantizer))._amax_group is None  # another process has other groups

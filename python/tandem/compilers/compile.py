@@ -32,6 +32,3 @@ def compile(model: _Model, *, fullgraph: bool = False, dynamic: bool | None = No
             warnings.warn(text, stacklevel=2)  # no error: the module may be put there before the first call
     compiled: Any = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options={**options})
     return compiled  # type: ignore[no-any-return]
-
-
-__all__ = ["compile"]

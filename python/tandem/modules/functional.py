@@ -34,6 +34,7 @@ from tandem.ops.arguments import flag
 from tandem.ops.collective import collectives
 from tandem.ops.library import class_of
 from tandem.recipe import Recipe
+from tandem.recipe.base import check_recipe
 
 _NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
 Field = tuple[str, int]  # of the arguments: name, and place where it is a list
@@ -198,11 +199,7 @@ class _Call:
         self.outputs = 1
         self.slots = [0, 0]
         self.products: list[str] = []  # fields that are weights of products
-        if args.recipe is not None and not isinstance(args.recipe, Recipe):
-            raise TypeError(
-                f"{type(args).__name__}: expected recipe to be a recipe of tandem.recipe or None, got {type(args.recipe).__name__}. Pass for example "
-                "tandem.recipe.MXFP8BlockScaling()."
-            )
+        check_recipe(type(args).__name__, args.recipe)
 
     def check_tensor(self, value: object, name: str) -> None:
         if not isinstance(value, torch.Tensor):

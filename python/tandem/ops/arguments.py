@@ -107,15 +107,24 @@ def finite(op: str, name: str, value: Any) -> float:
     return number
 
 
-def flag(op: str, name: str, value: Any) -> bool:
+def flag(op: str, name: str, value: Any, cure: str = "Pass a bool.") -> bool:
     """`value` as a bool: True or False, or what is equal to one, a tensor too."""
     try:
         is_flag = value in (True, False)
     except (RuntimeError, ValueError):  # what is several values is none
         is_flag = False
     if not is_flag:
-        raise ValueError(f"{op}: expected {name} to be True or False, got {value!r}. Pass a bool.")
+        raise ValueError(f"{op}: expected {name} to be True or False, got {value!r}. {cure}")
     return bool(value)
+
+
+def check_amax_group(op: str, group: Any) -> None:
+    """The processes that share amaxes; None: all."""
+    if group is not None and not hasattr(group, "group_name"):
+        raise TypeError(
+            f"{op}: expected amax_reduction_group to be a process group of torch.distributed or None, got {type(group).__name__}. Pass what "
+            "torch.distributed.new_group returns."
+        )
 
 
 def sizes(op: str, name: str, value: Any) -> tuple[int, ...]:

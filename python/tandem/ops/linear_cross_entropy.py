@@ -13,7 +13,6 @@ from tandem.ops.collective import collectives
 from tandem.ops.loss import shared_classes
 from tandem.ops.signature import signature_of
 
-
 _OPERANDS = {
     "input": "what the classes are predicted of, [..., in_features]",
     "linear_weight": "the weight of the head, [num_classes, in_features]",
@@ -21,10 +20,6 @@ _OPERANDS = {
     "linear_bias": "the bias of the head, [num_classes], or None",
     "weight": "a factor for each class, [num_classes], or None",
 }
-
-
-def _is_tensor(operand: Any) -> bool:
-    return isinstance(operand, torch.Tensor) or hasattr(type(operand), "__torch_function__")  # such as what torch.fx traces with
 
 
 @constant_while_traced
@@ -44,39 +39,17 @@ def _written(kind: str, parameters: int, before: str, **options: bool | int | fl
 
 @overload
 def linear_cross_entropy(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    linear_bias: torch.Tensor | None = ...,
-    weight: torch.Tensor | None = ...,
-    reduction: str = ...,
-    ignore_index: int | None = ...,
-    label_smoothing: float = ...,
-    options: None = ...,
-    soft_cap: float = ...,
-    z_loss: float = ...,
-    process_group: Any = ...,
-    return_predictions: Literal[False] = ...,
+    input: torch.Tensor, linear_weight: torch.Tensor, target: torch.Tensor, *, linear_bias: torch.Tensor | None = ..., weight: torch.Tensor | None = ...,
+    reduction: str = ..., ignore_index: int | None = ..., label_smoothing: float = ..., options: None = ..., soft_cap: float = ..., z_loss: float = ...,
+    process_group: Any = ..., return_predictions: Literal[False] = ...,
 ) -> torch.Tensor: ...
 
 
 @overload
 def linear_cross_entropy(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    linear_bias: torch.Tensor | None = ...,
-    weight: torch.Tensor | None = ...,
-    reduction: str = ...,
-    ignore_index: int | None = ...,
-    label_smoothing: float = ...,
-    options: None = ...,
-    soft_cap: float = ...,
-    z_loss: float = ...,
-    process_group: Any = ...,
-    return_predictions: Literal[True],
+    input: torch.Tensor, linear_weight: torch.Tensor, target: torch.Tensor, *, linear_bias: torch.Tensor | None = ..., weight: torch.Tensor | None = ...,
+    reduction: str = ..., ignore_index: int | None = ..., label_smoothing: float = ..., options: None = ..., soft_cap: float = ..., z_loss: float = ...,
+    process_group: Any = ..., return_predictions: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -130,7 +103,8 @@ def linear_cross_entropy(
     >>> tandem.linear_cross_entropy(x, head.weight, torch.tensor([3, 1, -100, 4, 1])).backward()
     """
     for name, operand in (("input", input), ("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias), ("weight", weight)):
-        if not _is_tensor(operand) and (operand is not None or name in ("input", "linear_weight", "target")):
+        is_tensor = hasattr(type(operand), "__torch_function__")  # as what torch.fx traces with has too
+        if not is_tensor and (operand is not None or name in ("input", "linear_weight", "target")):
             raise TypeError(f"linear_cross_entropy: expected {name} to be a tensor, got {type(operand).__name__}. Pass {_OPERANDS[name]}.")
     if options is not None:
         raise TypeError(f"linear_cross_entropy: expected options None, as there are never all logits at once, got {type(options).__name__}. Leave it out.")

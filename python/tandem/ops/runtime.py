@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
 from tandem.quantized.formats import Float8Quantizer
-from tandem.quantized.tensor import QuantizedTensor, assembled
+from tandem.quantized.tensor import QuantizedTensor, assembled, in_directions
 from tandem.quantized.quantizer import quantizer_of_text
 from tandem.ops import fusions, python_op
 from tandem.ops.context import OperationContext
@@ -150,8 +150,19 @@ def _telling_of_constants(op: Any) -> Iterator[None]:
         ) from error
 
 
-def _saved_of(contexts: Sequence[OperationContext]) -> list[Tensors]:
-    return [tuple(context.to_save or ()) for context in contexts]
+def _live(key: Any, given: list[Any]) -> tuple[Any, tuple[BasicUnit], list[Any]]:
+    """The op that a key stands for, alone and as the ops that it covers, and the arguments of its forward."""
+    op, kwargs = python_op.live_op(key)
+    if op is None:
+        raise RuntimeError(
+            f"{key.partition('#')[0]}: expected an op that is alive and as it was when it was described, got none. Keep the module that holds it."
+        )
+    return op, (op,), [given[0] or kwargs]
+
+
+def _own(target: str | fusions.Fused, basics: Sequence[Any]) -> Sequence[Any]:
+    """Those whose own code runs, whichever ops have code that is equal."""
+    return basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()
 
 
 def _fields(
@@ -220,7 +231,7 @@ def _run_forward(op: Any, contexts: list[OperationContext], x: torch.Tensor, ext
     return op.fuser_forward(contexts, x, **arguments)
 
 
-def _run_backward(op: Any, contexts: list[OperationContext], grad_y: torch.Tensor, grad_extras: Sequence[Tensors], params: int) -> Any:
+def _run_backward(op: Any, contexts: list[OperationContext], grad_y: torch.Tensor, grad_extras: Sequence[Tensors]) -> Any:
     if op._forward_prefix == "op" and not op.is_fused_op:
         grad_x, grad_params = op.op_backward(contexts[0], grad_y)
         return grad_x, [_as_list(grad_params)], [()]
@@ -245,48 +256,22 @@ class Runtime:
         save: bool,
         given: list[dict[str, Any] | None],
     ) -> Forward:
-        if isinstance(target, fusions.Fused):
-            return self._forward_fused(target, x, extras, params, save, given)
-        key = target
-        op, kwargs = python_op.live_op(key)
-        if op is None:
-            raise RuntimeError(
-                f"{key.partition('#')[0]}: expected an op that is alive and as it was when it was described, got none. Keep the module that "
-                "holds it."
-            )
-        if save:
-            _check_parameters(op)
-        context = OperationContext(requires_grad=save)
-        named = _names_of((op,), params)
-        with _telling_of_constants(op), _standing_in((op,), params, named), python_op.own_code((op,) if python_op.is_shared(key) else ()):
-            y, extra_outputs = _run_forward(op, [context], x, extras, [dict(given[0] or kwargs)])
-        saved = _saved_of([context]) if save else [()]
-        if save and python_op.any_fusions():
-            fusions.note_saved(op, context)
-        fields = _fields([op], params, [context], saved, named, ghost_of(op), y, x, extras) if save else None
-        return Forward(y, [tuple(group) for group in extra_outputs], list(saved[0]), fields)
-
-    def _forward_fused(
-        self,
-        fused: fusions.Fused,
-        x: torch.Tensor,
-        extras: list[Tensors],
-        params: list[Tensors],
-        save: bool,
-        given: list[dict[str, Any] | None],
-    ) -> Forward:
-        op, basics = fused.get()
+        fused: Any = target if isinstance(target, fusions.Fused) else None
+        op, basics, given = (*fused.get(), given) if fused is not None else _live(target, given)
         for basic in basics if save else ():
             _check_parameters(basic)
         contexts = [OperationContext(requires_grad=save) for _ in basics]
         named = _names_of(basics, params)
-        with _telling_of_constants(op), _standing_in(basics, params, named), python_op.own_code(basics), drawing() as draws:
+        own_code, noted = python_op.own_code(_own(target, basics)), drawing() if fused is not None else contextlib.nullcontext(None)
+        with _telling_of_constants(op), _standing_in(basics, params, named), own_code, noted as draws:
             y, extra_outputs = _run_forward(op, contexts, x, extras, [dict(own or {}) for own in given])
-        saved = _saved_of(contexts) if save else [() for _ in basics]
-        if fused.pass_name == "joint":
-            flat = [tensor for tensors in saved for tensor in tensors]
-            fields = _fields(basics, params, contexts, saved, named, None, y, x, extras) if save else None
-            return Forward(y, [tuple(group) for group in extra_outputs], flat, fields)
+        outputs: list[Tensors] = [tuple(group) for group in extra_outputs]
+        saved: list[Any] = [tuple(context.to_save or ()) if save else () for context in contexts]
+        if fused is None and save and python_op.any_fusions():
+            fusions.note_saved(op, contexts[0])
+        if fused is None or fused.pass_name == "joint":
+            fields = _fields(basics, params, contexts, saved, named, ghost_of(op) if fused is None else None, y, x, extras) if save else None
+            return Forward(y, outputs, [tensor for tensors in saved for tensor in tensors], fields)
         fields_of: list[_Fields | None] = [None] * len(basics)
         if save:
             for index, (basic, context) in enumerate(zip(basics, contexts, strict=True)):
@@ -298,7 +283,7 @@ class Runtime:
                     fields_of[index] = _fields(*own, ghost_of(basic), own_y, own_x, extras[here], fused.name)
                 else:
                     saved[index] = fusions.written_context(fused, basic, context, draws)
-        return Forward(y, [tuple(group) for group in extra_outputs], saved, fields_of)
+        return Forward(y, outputs, saved, fields_of)
 
     def backward(
         self,
@@ -339,9 +324,9 @@ class Runtime:
             likes = {"x": [[first]], "extra_inputs": extra_likes}
         if grad_y is None:
             raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
-        with _standing_in(basics, params, named), python_op.own_code(basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()):
+        with _standing_in(basics, params, named), python_op.own_code(_own(target, basics)):
             try:
-                grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
+                grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras)
             except (ValueError, AttributeError, TypeError, IndexError) as error:
                 if not reader or not any(basic.is_python_op for basic in basics):
                     raise
@@ -353,10 +338,9 @@ class Runtime:
         self, parts: list[torch.Tensor], text: str, is_of_columns: bool, serves_both: bool, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> QuantizedTensor:
         """What the library keeps in codes, as the context of a fusion has it."""
-        codes, absent = [*parts, None][:3], [None, None, None]
-        both = [*codes, *codes] if serves_both else [*absent, *codes] if is_of_columns else [*codes, *absent]
+        codes = [*parts, None][:3]
         quantizer = quantizer_of_text(text, serves_both or not is_of_columns, serves_both or is_of_columns)
-        return assembled(both, quantizer, dtype, shape)
+        return in_directions([*codes, *codes], quantizer, dtype, shape)
 
     def written_in_backward(self, state: torch.Tensor) -> None:
         """Tells AOTAutograd, if it traces, that backward takes what the tensor holds by then: another backward may have written it since forward."""
@@ -372,20 +356,15 @@ class Runtime:
 
 def quantized(parts: list[torch.Tensor | None], text: str, serves_both: bool, dtype: torch.dtype, shape: list[int]) -> QuantizedTensor:
     """An output that stays in codes. One whose scale was given has a quantizer with that scale and an amax of its own."""
-    row, column = parts[:3], parts[3:]
-    if serves_both:
-        column = row
-    quantizer = quantizer_of_text(text, row[0] is not None, column[0] is not None)
+    both = [*parts[:3], *parts[:3]] if serves_both else parts
+    quantizer = quantizer_of_text(text, both[0] is not None, both[3] is not None)
     if isinstance(quantizer, Float8Quantizer):
-        scale = row[1]
+        scale = both[1]
         assert scale is not None
         quantizer = quantizer._holding([scale.reciprocal(), torch.zeros_like(scale)])
-    return assembled([*row, *column], quantizer, dtype, shape)
+    return assembled(both, quantizer, dtype, shape)
 
 
 def install() -> None:
     """Makes the library call this module; once, when the package is imported."""
     _C.set_runtime(Runtime())
-
-
-__all__ = ["Runtime", "install"]

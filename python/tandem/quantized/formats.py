@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import torch
 
+from tandem.ops.arguments import at_default, check_amax_group
 from tandem.quantized.parts import PARTS
 from tandem.quantized.tensor import QuantizedTensor, assembled
 from tandem.quantized.views import ZEROS, Zeros, rows_of
@@ -24,22 +24,13 @@ def _element(quantizer: Quantizer, fp8_dtype: torch.dtype) -> str:
     return _ELEMENTS[fp8_dtype]
 
 
-def _only_defaults(quantizer: Quantizer, given: dict[str, tuple[object, object]]) -> None:
-    """Refuses arguments of TransformerEngine that the library has not: (value, default) by name."""
-    for name, (value, default) in given.items():
-        if value is not default and value != default:
-            raise NotImplementedError(
-                f"{type(quantizer).__name__}: expected {name}={default}, got {value!r}. This version knows the default only."
-            )
-
-
-def _group_of(quantizer: Quantizer, group: Any) -> Any:
-    """The processes that share an amax."""
-    if group is not None and not hasattr(group, "group_name"):
-        raise TypeError(
-            f"{type(quantizer).__name__}: expected amax_reduction_group to be a process group of torch.distributed or None, got {type(group).__name__}. Pass "
-            "what torch.distributed.new_group returns."
-        )
+def _group_of(quantizer: Quantizer, with_amax_reduction: bool, group: Any) -> Any:
+    """The processes that share an amax; None where none do."""
+    name = type(quantizer).__name__
+    if not with_amax_reduction:
+        at_default(name, amax_reduction_group=group)
+        return None
+    check_amax_group(name, group)
     return torch.distributed.group.WORLD if group is None else group
 
 
@@ -88,11 +79,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
         scale: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        _only_defaults(self, {"use_existing_amax": (use_existing_amax, False), "scale": (scale, None), "amax": (amax, None)})
-        if not with_amax_reduction:
-            _only_defaults(self, {"amax_reduction_group": (amax_reduction_group, None)})
-        else:
-            self._amax_group = _group_of(self, amax_reduction_group)
+        at_default(type(self).__name__, False, use_existing_amax=use_existing_amax)
+        at_default(type(self).__name__, scale=scale, amax=amax)
+        self._amax_group = _group_of(self, with_amax_reduction, amax_reduction_group)
         options = f"eps={_epsilon(self, amax_epsilon)}:pow2={int(force_pow_2_scales)}"
         super().__init__(f"fp8_{_element(self, fp8_dtype)}:current:{options}", rowwise, columnwise)
 
@@ -120,6 +109,10 @@ class Float8Quantizer(Quantizer):
     """
 
     _heads = ("fp8_e4m3:delayed", "fp8_e5m2:delayed")
+    _held = {"scale": 1.0, "amax": 0.0}
+
+    scale: torch.Tensor
+    amax: torch.Tensor
 
     def __init__(self, scale: torch.Tensor, amax: torch.Tensor, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(f"fp8_{_element(self, fp8_dtype)}:delayed", rowwise, columnwise)
@@ -129,29 +122,13 @@ class Float8Quantizer(Quantizer):
                 raise ValueError(f"Float8Quantizer: expected {name} to be a tensor of one float32, got {got}. Pass torch.ones(1) to begin with.")
         self.scale, self.amax = scale, amax
 
-    def _values(self) -> tuple[object, ...]:
-        return (*self._traits(), id(self.scale), id(self.amax))
-
-    def _fields(self) -> tuple[Any, ...]:
-        return (*super()._fields(), self.scale, self.amax)
-
-    def _tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.scale, self.amax
-
-    def _take(self, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None) -> None:
-        self.scale, self.amax = torch.ones(1) if scale is None else scale, torch.zeros(1) if amax is None else amax
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:
-        text, rowwise, columnwise, *own = self._fields()
-        return quantizer_of_text(text, rowwise, columnwise, *copy.deepcopy(own, memo))
+    def _given(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale
 
     def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
-        codes, amax = self._codes(x, self.scale)
+        codes, amax = self._codes(x)
         self.amax.copy_(torch.fmax(self.amax, amax.view_as(self.amax)))  # of this step's other calls too; a NaN counts as none
         return codes
-
-    def _codes_of_zeros(self, zeros: torch.Tensor) -> QuantizedTensor:
-        return self._codes(zeros, self.scale)[0]
 
 
 class MXFP8Quantizer(Quantizer):
@@ -237,23 +214,16 @@ class NVFP4Quantizer(Quantizer):
     ) -> None:
         if fp4_dtype != torch.float4_e2m1fn_x2:
             raise ValueError(f"NVFP4Quantizer: expected fp4_dtype to be torch.float4_e2m1fn_x2, got {fp4_dtype!r}. There is no other.")
-        _only_defaults(
-            self,
-            {
-                "with_post_rht_amax": (bool(with_post_rht_amax), bool(with_rht)),
-                "row_scaled_nvfp4": (row_scaled_nvfp4, False),
-                "with_random_sign_mask": (with_random_sign_mask or not with_rht, True),
-            },
-        )
-        if not with_amax_reduction:
-            _only_defaults(self, {"amax_reduction_group": (amax_reduction_group, None)})
-        elif with_rht:
+        name = type(self).__name__
+        at_default(name, bool(with_rht), with_post_rht_amax=bool(with_post_rht_amax))
+        at_default(name, False, row_scaled_nvfp4=row_scaled_nvfp4)
+        at_default(name, True, with_random_sign_mask=with_random_sign_mask or not with_rht)
+        if with_amax_reduction and with_rht:
             raise NotImplementedError(
                 "NVFP4Quantizer: expected with_rht=False with with_amax_reduction=True, as the largest rotated number is not that of x, got True. Rotate what each "
                 "process has as a whole."
             )
-        else:
-            self._amax_group = _group_of(self, amax_reduction_group)
+        self._amax_group = _group_of(self, with_amax_reduction, amax_reduction_group)
         if nvfp4_e4m3_max != 448 and not (nvfp4_use_4over6 and nvfp4_e4m3_max == 256):
             raise ValueError(
                 f"NVFP4Quantizer: expected nvfp4_e4m3_max to be 448, or, with nvfp4_use_4over6, 256, got {nvfp4_e4m3_max!r}. Without nvfp4_use_4over6 no scale "
@@ -274,10 +244,12 @@ class NVFP4Quantizer(Quantizer):
     def _has_scale_of_all(self) -> bool:
         return ":rht=1" not in self.text
 
+    def _given(self, x: torch.Tensor) -> torch.Tensor | None:
+        return torch.randint(torch.iinfo(torch.int64).max, (), device=x.device) if self.stochastic_rounding else None
+
     def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
-        seed = torch.randint(torch.iinfo(torch.int64).max, (), device=x.device) if self.stochastic_rounding else None
         if self._amax_group is None:
-            return self._codes(x, seed)[0]
+            return super()._quantized(x)
         if x.dim() < 2 or not x.shape[-1]:
             raise ValueError(
                 f"NVFP4Quantizer: expected a tensor of rows, which processes share, where they share its amax, got shape {list(x.shape)}. Quantize it without "
@@ -287,7 +259,7 @@ class NVFP4Quantizer(Quantizer):
         rows = matrix.shape[0]
         more = matrix.new_zeros(-rows % _FP4_ROWS + _FP4_ROWS, x.shape[-1])  # blocks of their own behind, of which one holds the amax of all
         more[-1, 0] = amax[0]
-        codes = self._codes(torch.cat([matrix, more]), seed)[0]
+        codes = super()._quantized(torch.cat([matrix, more]))
         codes.__dict__[ZEROS] = Zeros()  # as blocks that x ends in have behind
         own: Any = rows_of(codes, 0, rows)
         return own.clone().view(x.shape)

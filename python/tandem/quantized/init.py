@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem import _C
+from tandem.ops.arguments import flag
 from tandem.quantized.parameters import codes_of, for_share, in_codes, is_shared, keep_numbers, keeps_numbers, local_of, numbers_of, write
 from tandem.quantized.parts import PARTS, rows_of_blocks
 from tandem.quantized.tensor import QuantizedTensor
 from tandem.quantized.views import FIRST_NUMBERS
 from tandem.quantized.quantizer import Quantizer, quantizer_of_text
 from tandem.recipe import Float8CurrentScaling, Recipe
+from tandem.recipe.base import check_recipe
 
 
 class _Init(NamedTuple):
@@ -54,13 +56,8 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, pre
             written last, by loading or by initialisers in place, which read them too. Of what `fully_shard` shares they are those of the rank.
     """
     for name, value in (("enabled", enabled), ("preserve_high_precision_init_val", preserve_high_precision_init_val)):
-        if not isinstance(value, bool):
-            raise ValueError(f"quantized_model_init: expected {name} to be True or False, got {value!r}. Pass a recipe as recipe=.")
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"quantized_model_init: expected recipe to be a recipe of tandem.recipe or None, got {type(recipe).__name__}. "
-            "Pass for example tandem.recipe.MXFP8BlockScaling()."
-        )
+        flag("quantized_model_init", name, value, "Pass a recipe as recipe=.")
+    check_recipe("quantized_model_init", recipe)
     token = _in_force.set(_Init(recipe or Float8CurrentScaling(), preserve_high_precision_init_val) if enabled else None)
     try:
         yield
@@ -68,13 +65,7 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, pre
         _in_force.reset(token)
 
 
-def fp8_model_init(enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False) -> Any:
-    """`quantized_model_init` under its older name.
-
-    Args:
-        enabled, recipe, preserve_high_precision_init_val: as of `quantized_model_init`.
-    """
-    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+fp8_model_init = quantized_model_init  # its older name
 
 
 def _quantizer(recipe: Recipe, kind: str) -> Quantizer | None:
@@ -255,18 +246,3 @@ def loading(module: Any, state_dict: Mapping[str, Any], prefix: str, metadata: M
             keep_numbers(param, given if given.shape == codes.shape and not isinstance(given, QuantizedTensor) else codes._numbers())
     if pending and all(codes_of(module._parameters[name]) is not None for name in pending):
         forget_init(module)
-
-
-__all__ = [
-    "finish_at_a_call",
-    "finish_quantized_init",
-    "forget_init",
-    "fp8_model_init",
-    "give_memory",
-    "is_pending",
-    "loading",
-    "note_init",
-    "quantize_weights",
-    "quantized_model_init",
-    "resetting",
-]

@@ -101,6 +101,3 @@ def write(param: Any, numbers: torch.Tensor) -> None:
     codes.quantize_(local_of(numbers))
     if is_shared(param) and keeps_numbers(param):  # fully_shard may have made another tensor of it
         keep_numbers(param, local_of(numbers))
-
-
-__all__ = ["codes_of", "for_share", "in_codes", "is_shared", "keep_numbers", "keeps_numbers", "local_of", "numbers_of", "with_local", "write"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +30,12 @@ class Place(NamedTuple):
 
 
 @functools.cache
-def sizes_of_parts(text: str, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-    """Those of a matrix that a quantizer of this text has quantized, in the order of PARTS."""
+def sizes_of_parts(text: str, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
+    """Those of a matrix that a quantizer of this text has quantized, by PARTS."""
     parts = _parts_of_nothing(text, rows, columns)
     if serves_both(text):
         parts[3:5] = parts[:2]
-    return tuple(tuple(part.shape) for part in parts)
+    return {name: tuple(part.shape) for name, part in zip(PARTS, parts, strict=True)}
 
 
 @functools.cache
@@ -53,20 +53,20 @@ def _parts_of_nothing(text: str, rows: int, columns: int) -> list[torch.Tensor]:
 
 
 @functools.cache
-def places_of_rows(text: str, columns: int) -> tuple[Place | None, ...]:
+def places_of_rows(text: str, columns: int) -> Mapping[str, Place | None]:
     """For each part; None where it has one value for all rows."""
     some, more = (sizes_of_parts(text, rows, columns) for rows in (_SOME_ROWS, 2 * _SOME_ROWS))
-    places: list[Place | None] = []
-    for few, many in zip(some, more, strict=True):
-        growing = [dim for dim, (less, greater) in enumerate(zip(few, many, strict=True)) if greater != less]
-        places.append(Place(growing[0], _SOME_ROWS // (many[growing[0]] - few[growing[0]])) if growing else None)
-    return tuple(places)
+    places: dict[str, Place | None] = {}
+    for name in PARTS:
+        growth = [(dim, many - few) for dim, (few, many) in enumerate(zip(some[name], more[name], strict=True)) if many != few]
+        places[name] = Place(growth[0][0], _SOME_ROWS // growth[0][1]) if growth else None
+    return places
 
 
 def rows_of_blocks(text: str, columns: int, names: Sequence[str]) -> int:
     """Of how many rows the highest block of these parts is."""
-    rows = [place.rows for name, place in zip(PARTS, places_of_rows(text, columns), strict=True) if place is not None and name in names]
-    return max(rows, default=1)
+    places = places_of_rows(text, columns)
+    return max((place.rows for name in names if (place := places[name]) is not None), default=1)
 
 
 def padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -81,6 +81,3 @@ def padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 def matrix_rows(x: Any) -> int:
     """The rows of a tensor as a matrix over its last dimension."""
     return math.prod(x.shape[:-1])
-
-
-__all__ = ["DTYPES", "PARTS", "Place", "matrix_rows", "padded", "places_of_rows", "rows_of_blocks", "serves_both", "sizes_of_parts"]

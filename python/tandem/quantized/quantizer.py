@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from tandem import _C
 from tandem.quantized.parts import DTYPES
-from tandem.quantized.tensor import QuantizedTensor
+from tandem.quantized.tensor import QuantizedTensor, in_directions
 from tandem.compilers.tracing import constant_while_traced
 
 
@@ -24,18 +24,21 @@ class Quantizer:
         rowwise, columnwise: which codes are wanted.
     """
 
+    text: str
+    rowwise: bool
+    columnwise: bool
+
     _heads: ClassVar[tuple[str, ...]] = ()  # what the texts of a kind begin with
     _kinds: ClassVar[dict[str, type[Quantizer]]] = {}  # by these
+    _held: ClassVar[dict[str, float]] = {}  # names of the tensors of one number that it holds besides, with the number that they begin with
     _amax_group: Any = None  # the processes that share the amax of what each quantizes a part of; None: this one quantizes the whole
 
     def __init_subclass__(cls) -> None:
         Quantizer._kinds.update(dict.fromkeys(vars(cls).get("_heads", ()), cls))
 
     def __init__(self, text: str, rowwise: bool, columnwise: bool) -> None:
-        if not rowwise and not columnwise:
-            raise ValueError(f"{type(self).__name__}: expected rowwise or columnwise codes to be wanted, got neither. Leave one of them True.")
         self.text = _canonical(text)
-        self.rowwise, self.columnwise = rowwise, columnwise
+        self.set_usage(rowwise=bool(rowwise), columnwise=bool(columnwise))
 
     def quantize(self, x: torch.Tensor, *, out: QuantizedTensor | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
         """x in codes, or what is as good as these. Its gradient is that of the codes' numbers: rounding counts as none.
@@ -65,7 +68,7 @@ class Quantizer:
 
     def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
         """Codes of x."""
-        return self._codes(x, None)[0]
+        return self._codes(x)[0]
 
     def update_quantized(self, x: torch.Tensor, out: QuantizedTensor) -> QuantizedTensor:
         """Writes the codes of x into `out`, a tensor of this quantizer and of the shape of x, and returns it."""
@@ -86,7 +89,7 @@ class Quantizer:
     ) -> QuantizedTensor:
         """A tensor of this quantizer to be written, of zeros until then."""
         with torch.no_grad():
-            made = self._of_its_own()._codes_of_zeros(torch.zeros(tuple(shape), dtype=dtype, device=device))
+            made, _ = self._of_its_own()._codes(torch.zeros(tuple(shape), dtype=dtype, device=device))
         made.quantizer = self
         return made.requires_grad_(requires_grad)
 
@@ -111,79 +114,54 @@ class Quantizer:
 
     def copy(self) -> Self:
         """Another one with the same values, and, of a `Float8Quantizer`, the same tensors."""
-        return copy.copy(self)
+        return self._but()
 
-    def _codes_of_zeros(self, zeros: torch.Tensor) -> QuantizedTensor:
-        """Without a trace in what it holds besides."""
-        return self._quantized(zeros)
+    def _but(self, **values: Any) -> Self:
+        """Another one with these values in the place of its own."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self), **values)
+        return made
 
     def _wanting(self, x: QuantizedTensor) -> Quantizer:
         """This, for the directions that a tensor has."""
-        row, column = x.rowwise_data is not None, x.columnwise_data is not None
-        if (row, column) == (self.rowwise, self.columnwise):
-            return self
-        made = copy.copy(self)
-        made.rowwise, made.columnwise = row, column
-        return made
+        return self._but(rowwise=x.rowwise_data is not None, columnwise=x.columnwise_data is not None)
 
-    def _codes(self, x: torch.Tensor, given: torch.Tensor | None) -> tuple[QuantizedTensor, torch.Tensor]:
-        mask = [self.rowwise, self.columnwise, True]
-        *parts, amax = torch.ops.tandem.quantize(x, given, self.text, mask)
-        row, row_scale, row_amax, column, column_scale, column_amax = parts
-        if column_scale.dim() == 1 and column_amax.numel() == 0:  # absent: one value serves both directions
-            column, column_scale = row, row_scale
-        has_amax = row_amax.numel() != 0 or column_amax.numel() != 0
-        rows = (row, row_scale) if self.rowwise else (None, None)
-        columns = (column, column_scale) if self.columnwise else (None, None)
-        codes = QuantizedTensor(
-            *rows,
-            *columns,
-            self,
-            x.dtype,
-            amax_rowwise=row_amax if has_amax and self.rowwise else None,
-            amax_columnwise=column_amax if has_amax and self.columnwise else None,
-            shape=x.shape,
-        )
-        return codes, amax
+    def _codes(self, x: torch.Tensor) -> tuple[QuantizedTensor, torch.Tensor]:
+        """Codes of x as a whole, and the amax of it."""
+        *parts, amax = torch.ops.tandem.quantize(x, self._given(x), self.text, [self.rowwise, self.columnwise, True])
+        if parts[2].numel() == parts[5].numel() == 0:  # a format without second level of scale
+            if parts[4].dim() == 1:  # absent: one value serves both directions
+                parts[3:5] = None, None
+            parts[2] = parts[5] = None
+        return in_directions(parts, self, x.dtype, x.shape), amax
+
+    def _given(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What kernels are given besides x: a scale, or the seed of chance."""
+        return None
 
     def _of_all(self, group: Any) -> Quantizer:
         """The same for a part of a tensor whose other parts the processes of a group quantize at the same time; itself where scales are of blocks alone."""
-        if self._amax_group is not None or not self._has_scale_of_all():
-            return self
-        made = copy.copy(self)
-        made._amax_group = group
-        return made
+        return self._but(_amax_group=group) if self._amax_group is None and self._has_scale_of_all() else self
 
     def _of_its_own(self) -> Quantizer:
         """The same for a whole tensor."""
-        if self._amax_group is None:
-            return self
-        made = copy.copy(self)
-        made._amax_group = None
-        return made
+        return self if self._amax_group is None else self._but(_amax_group=None)
 
     def _has_scale_of_all(self) -> bool:
         """Whether a scale serves the whole tensor, which parts of it can come to share."""
         return False
 
-    def _fields(self) -> tuple[Any, ...]:
-        """What `quantizer_of_text` makes it of."""
-        return self.text, self.rowwise, self.columnwise
-
-    def _take(self) -> None:
-        """Takes what it is given besides."""
-
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         """What it holds besides."""
-        return ()
+        return tuple([getattr(self, name) for name in self._held])
 
     def _holding(self, tensors: Sequence[torch.Tensor]) -> Quantizer:
         """The same with these."""
-        if not tensors:
-            return self
-        made = copy.copy(self)
-        made._take(*tensors)
-        return made
+        return self._but(**dict(zip(self._held, tensors, strict=True))) if tensors else self
+
+    def _fields(self) -> tuple[Any, ...]:
+        """What `quantizer_of_text` makes it of."""
+        return self.text, self.rowwise, self.columnwise, *self._tensors()
 
     def _traits(self) -> tuple[object, ...]:
         return type(self), self.text, self.rowwise, self.columnwise, id(self._amax_group)
@@ -193,13 +171,16 @@ class Quantizer:
         return *self._traits()[:-1], getattr(self._amax_group, "group_name", None)
 
     def _values(self) -> tuple[object, ...]:
-        return self._traits()
+        return *self._traits(), *map(id, self._tensors())
+
+    def __copy__(self) -> Self:
+        return self._but()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return quantizer_of_text, self._fields()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:
-        return self  # a value
+        return self._holding(copy.deepcopy(self._tensors(), memo))  # itself is a value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Quantizer) and self._values() == other._values()
@@ -260,10 +241,9 @@ def quantizer_of_text(text: str, rowwise: bool = True, columnwise: bool = True, 
     kind = next((kind for head, kind in Quantizer._kinds.items() if text.startswith(head)), Quantizer)
     made: Quantizer = kind.__new__(kind)
     made.text, made.rowwise, made.columnwise = text, rowwise, columnwise
-    made._take(*given)
+    for at, (name, first) in enumerate(kind._held.items()):
+        setattr(made, name, given[at] if at < len(given) else torch.full((1,), first))
     return made
 
 
 torch.serialization.add_safe_globals([quantizer_of_text, (quantizer_of_text, "tandem._quantizer.quantizer_of_text")])  # whose module had another name
-
-__all__ = ["Quantizer", "quantizer_of_text"]

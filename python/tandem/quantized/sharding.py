@@ -7,12 +7,12 @@ as many such tensors as they fill. Where one rank has all rows FSDP looks at one
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from tandem.quantized.parts import PARTS, Place, padded, places_of_rows, rows_of_blocks, sizes_of_parts
+from tandem.quantized.parts import PARTS, padded, places_of_rows, rows_of_blocks, sizes_of_parts
 
 
 class _Shared(NamedTuple):
@@ -26,11 +26,6 @@ class _Shared(NamedTuple):
     sizes: Sequence[Sequence[int]]  # of a part of the greatest share
     rows: Sequence[int]  # of the first dimension, by rank
     is_even: bool
-
-    @property
-    def places(self) -> dict[str, Place | None]:
-        """Where the parts go with the rows."""
-        return dict(zip(PARTS, places_of_rows(self.quantizer.text, self.shape[-1]), strict=True))
 
 
 def pre_all_gather(
@@ -53,8 +48,11 @@ def pre_all_gather(
         self.quantizer = self.quantizer._of_all(mesh.get_group())
     rows = [min(max(outer_size[0] - rank * greatest, 0), greatest) for rank in range(ranks)]
     parts = [getattr(self, name) for name in names]
-    sizes = dict(zip(PARTS, sizes_of_parts(text, greatest * inner, self.shape[-1]), strict=True))
-    greatest_sizes = [_sizes_of_share(self, name, part, greatest, sizes) for name, part in zip(names, parts, strict=True)]
+    sizes = sizes_of_parts(text, greatest * inner, self.shape[-1])
+    greatest_sizes = [
+        (greatest, *part.shape[1:]) if name.endswith("data") and part.shape[:-1] == self.shape[:-1] else sizes[name]
+        for name, part in zip(names, parts, strict=True)
+    ]
     is_even = ranks > 1 and len(set(rows)) == 1
     shared = _Shared(
         alone, names, self.columnwise_data is not None, tuple(outer_size), [part.dtype for part in parts], greatest_sizes, rows, is_even
@@ -74,7 +72,7 @@ def post_all_gather(
     """The whole parameter of the parts of all ranks: the tensor, and what of it is no memory of the gathered parts; or into `out`."""
     whole = getattr(out, "_local_tensor", out)
     of_ranks = _of_ranks(all_gather_outputs, metadata)
-    sizes = dict(zip(PARTS, sizes_of_parts(metadata.quantizer.text, math.prod(metadata.shape[:-1]), metadata.shape[-1]), strict=True))
+    sizes = sizes_of_parts(metadata.quantizer.text, math.prod(metadata.shape[:-1]), metadata.shape[-1])
     parts: dict[str, torch.Tensor] = {}
     made: list[torch.Tensor] = []
     for index, name in enumerate(metadata.names):
@@ -97,12 +95,6 @@ def post_all_gather(
     gathered = self._of([parts.get(name) for name in PARTS], metadata.shape, param_dtype)
     gathered.quantizer = metadata.quantizer
     return gathered, tuple(made)
-
-
-def _sizes_of_share(x: Any, name: str, part: torch.Tensor, rows: int, sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Those of a part of so many rows of x."""
-    is_like_x = name.endswith("data") and part.shape[:-1] == x.shape[:-1]
-    return (rows, *part.shape[1:]) if is_like_x else sizes[name]
 
 
 def _in_pieces(data: torch.Tensor, shape: tuple[int, ...]) -> Sequence[torch.Tensor]:
@@ -131,7 +123,7 @@ def _joined(name: str, of_ranks: Sequence[torch.Tensor], shared: _Shared, sizes:
     with_rows = [(part, rows) for part, rows in zip(of_ranks, shared.rows, strict=True) if rows]
     if is_like_x:
         return torch.cat([part[:rows] for part, rows in with_rows])
-    place = shared.places[name]
+    place = places_of_rows(shared.quantizer.text, shared.shape[-1])[name]
     if place is None:
         first = with_rows[0][0]
         if any(not torch.equal(part, first) for part, _ in with_rows):
@@ -145,5 +137,3 @@ _ADVICE = (
     "Write shards behind the first call, from which on ranks share their amax, quantize them with with_amax_reduction=True, or use a format whose scales are "
     "of blocks, such as MXFP8, also as the recipe of quantized_model_init."
 )
-
-__all__ = ["post_all_gather", "pre_all_gather"]

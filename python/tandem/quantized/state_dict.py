@@ -58,7 +58,7 @@ def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[s
                 f"{prefix}{name}: expected plain numbers in the state dict, as the parameter has, got {', '.join(given)}. Quantize the parameter as "
                 "the saved one was: torch.nn.Parameter(tandem.quantize(...))."
             )
-        expected = dict(zip(PARTS, sizes_of_parts(text, matrix_rows(param), param.shape[-1] if param.dim() else 1), strict=True))
+        expected = sizes_of_parts(text, matrix_rows(param), param.shape[-1] if param.dim() else 1)
         for part, tensor in given.items():
             if math.prod(expected[part]) != tensor.numel():
                 raise RuntimeError(f"{key}{part}: expected shape {list(expected[part])}, got {list(tensor.shape)}. Load the state of the same module.")
@@ -67,6 +67,3 @@ def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[s
         codes = assembled([given.get(part) for part in PARTS], quantizer_of_text(text), param.dtype, param.shape)
         state_dict[prefix + name] = codes._numbers()
     return missing
-
-
-__all__ = ["load_parts", "save_parts"]

@@ -22,8 +22,8 @@ from tandem.quantized.views import (
     is_view,
     read_only,
     views_in_inference_mode,
-    with_first,
     without_memory,
+    written,
 )
 
 OF_A_RANK = "_is_of_a_rank"  # of what fully_shard finds in the place of plain numbers
@@ -145,54 +145,40 @@ class QuantizedTensor(torch.Tensor):
     @views_in_inference_mode
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        aten = torch.ops.aten
-        if function in (aten.detach.default, aten.alias.default):
-            return with_first(args[0], args[0]._with(lambda part: part)._sharing(args[0].__dict__.get(SHARING)))
-        if function is aten.clone.default:
-            return args[0]._with(torch.clone)
-        if function is aten._to_copy.default and (dtype := kwargs.get("dtype") or args[0].dtype) in DTYPES:
-            return args[0]._with(lambda part: part.to(device=kwargs.get("device"), copy=True), dtype)
         if (change := STAYING.get(function)) and isinstance(args[0], QuantizedTensor):
             if (changed := change(*args, **kwargs)) is not None:
                 return changed
-        if function is aten.copy_.default and isinstance(args[0], QuantizedTensor):
-            source = args[1]
-            args[0]._check_writable()
-            if isinstance(source, QuantizedTensor) and args[0]._has_parts_of(source):
-                args[0]._take_parts_of(source)
-                if args[0]._first_numbers() is not None:
-                    first = source._first_numbers()
-                    args[0]._note_numbers(source._numbers() if first is None else first)
-                for amax, new in zip(args[0].quantizer._tensors()[1:], source.quantizer._tensors()[1:], strict=True):
-                    if amax is not new:  # which is that of what was written
-                        _copy_into(amax, new)
-            else:
-                args[0]._write(source._numbers() if isinstance(source, QuantizedTensor) else source)
-            return args[0]
         if (result := collective(function, args)) is not None:
             return result
         plain: dict[int, torch.Tensor] = {}
-        written = any(argument.alias_info is not None and argument.alias_info.is_write for argument in function._schema.arguments)
+        targets = written(function, args, kwargs)
 
         def decoded(value: Any) -> Any:
             if not isinstance(value, QuantizedTensor):
                 return value
-            first = value._first_numbers() if written else None  # an initialiser of several steps rounds once
-            return plain.setdefault(id(value), value._numbers() if first is None else first.to(value.device, value.dtype, copy=True))
+            return plain.setdefault(id(value), value._latest_numbers() if targets else value._numbers())  # an initialiser of several steps rounds once
 
         result = function(*tree_map(decoded, args), **tree_map(decoded, kwargs))
         if is_view(function) and isinstance(args[0], QuantizedTensor):
             return Decoded.of(result)
-        owners: dict[int, QuantizedTensor] = {}  # by what stood in for them
-        for index, argument in enumerate(function._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            for tensor in given if isinstance(given, (list, tuple)) else (given,):
-                if isinstance(tensor, QuantizedTensor):
-                    tensor._write(plain[id(tensor)])
-                    owners[id(plain[id(tensor)])] = tensor
+        owners = {id(plain[id(tensor)]): tensor for tensor in targets if isinstance(tensor, QuantizedTensor)}  # by what stood in for them
+        for tensor in owners.values():
+            tensor._write(plain[id(tensor)])
         return tree_map(lambda value: owners.get(id(value), value), result) if owners else result
+
+    def _write_of(self, source: torch.Tensor) -> QuantizedTensor:
+        """Takes the codes of another one like this, or quantizes numbers."""
+        self._check_writable()
+        if not isinstance(source, QuantizedTensor) or not self._has_parts_of(source):
+            self._write(source._numbers() if isinstance(source, QuantizedTensor) else source)
+            return self
+        self._take_parts_of(source)
+        if self._first_numbers() is not None:
+            self._note_numbers(source._latest_numbers())
+        for amax, new in zip(self.quantizer._tensors()[1:], source.quantizer._tensors()[1:], strict=True):
+            if amax is not new:  # which is that of what was written
+                _copy_into(amax, new)
+        return self
 
     def _sharing(self, mark: object) -> QuantizedTensor:
         """Itself, marked as one whose parts serve other rows too, or may come to."""
@@ -214,8 +200,7 @@ class QuantizedTensor(torch.Tensor):
             zeros.is_written = True
 
     def __setitem__(self, index: Any, value: Any) -> None:  # a view is a copy
-        first = self._first_numbers()
-        x = self.dequantize() if first is None else first.to(self.device, self.dtype, copy=True)
+        x = self._latest_numbers()
         x[index] = value
         self.quantize_(x)
 
@@ -282,6 +267,11 @@ class QuantizedTensor(torch.Tensor):
 
     def _first_numbers(self) -> torch.Tensor | None:
         return self.__dict__.get(FIRST_NUMBERS, (None,))[0]
+
+    def _latest_numbers(self) -> torch.Tensor:
+        """A copy of the numbers that were written last, where these are kept; else those of the codes."""
+        first = self._first_numbers()
+        return self._numbers() if first is None else first.to(self.device, self.dtype, copy=True)
 
     def _note_numbers(self, x: torch.Tensor) -> None:
         self.__dict__[FIRST_NUMBERS][0] = x.detach().to("cpu", copy=True)
@@ -429,6 +419,13 @@ def assembled(parts: Sequence[torch.Tensor | None], quantizer: Any, dtype: torch
     return QuantizedTensor(row, row_scale, column, column_scale, quantizer, dtype, amax_rowwise=row_amax, amax_columnwise=column_amax, shape=shape)
 
 
+def in_directions(parts: Sequence[torch.Tensor | None], quantizer: Any, dtype: torch.dtype, shape: Sequence[int]) -> QuantizedTensor:
+    """Of parts that the library has made, those of the directions that a quantizer wants. Where there are none of columns, those of rows serve both."""
+    row, column, absent = parts[:3], parts[3:6], (None, None, None)
+    column = row if column[0] is None else column
+    return assembled([*(row if quantizer.rowwise else absent), *(column if quantizer.columnwise else absent)], quantizer, dtype, shape)
+
+
 def _rebuilt(
     quantizer: Any, parts: list[Any], dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, attributes: dict[str, Any]
 ) -> QuantizedTensor:
@@ -448,6 +445,3 @@ def distinct(x: QuantizedTensor) -> dict[str, torch.Tensor]:
         if (part := getattr(x, name)) is not None:
             found.setdefault(id(part), (name, part))
     return dict(found.values())
-
-
-__all__ = ["OF_A_RANK", "QuantizedTensor", "assembled", "distinct"]

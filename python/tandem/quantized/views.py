@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tandem import _C
-from tandem.quantized.parts import PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
+from tandem.quantized.parts import DTYPES, PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
 
 SHARING = "_shares_scales"  # of a slice of rows: True where its parts serve other rows too, or the Zeros that it is of
 FIRST_NUMBERS = "_high_precision_init_val"  # of a parameter: a list of the numbers that it was given first, or of None once they are cleared
@@ -37,6 +37,16 @@ class Zeros:
 def is_view(function: Any) -> bool:
     """Whether an operator gives memory of what it is given, unwritten."""
     return any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns)
+
+
+def written(function: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an operator writes into, of what it is given."""
+    found: list[Any] = []
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += given if isinstance(given, (list, tuple)) else [given]
+    return found
 
 
 def without_memory(x: Any) -> Any:
@@ -122,15 +132,11 @@ class Decoded(torch.Tensor):
         kwargs = kwargs or {}
         if (result := collective(function, args)) is not None:
             return result
-        for place, argument in enumerate(function._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            if any(isinstance(tensor, Decoded) for tensor in (given if isinstance(given, (list, tuple)) else (given,))):
-                raise RuntimeError(
-                    f"QuantizedTensor: expected a write into the tensor itself, got {function._schema.name.removeprefix('aten::')} of a view that is a copy "
-                    "of its numbers, where it would be lost. Write into the whole, as in whole[index] = x, or into view.clone()."
-                )
+        if any(isinstance(tensor, Decoded) for tensor in written(function, args, kwargs)):
+            raise RuntimeError(
+                f"QuantizedTensor: expected a write into the tensor itself, got {function._schema.name.removeprefix('aten::')} of a view that is a copy "
+                "of its numbers, where it would be lost. Write into the whole, as in whole[index] = x, or into view.clone()."
+            )
         read = lambda value: value.read() if isinstance(value, Decoded) else value  # noqa: E731
         result = function(*tree_map(read, args), **tree_map(read, kwargs))
         return cls.of(result) if is_view(function) and isinstance(args[0], Decoded) else result
@@ -162,11 +168,19 @@ def read_only(array: Any) -> Any:
     return array
 
 
-def with_first(x: Any, same: Any) -> Any:
-    """Another tensor of the same codes, to which a write also tells the first numbers."""
-    if (first := x.__dict__.get(FIRST_NUMBERS)) is not None:
-        same.__dict__[FIRST_NUMBERS] = first
-    return same
+def _like(x: Any, made: Any, tells_first: bool = True) -> Any:
+    """A tensor of the codes of x, marked as x is: a write into it also tells the first numbers of x, where it is of the same shape."""
+    if tells_first and (first := x.__dict__.get(FIRST_NUMBERS)) is not None:
+        made.__dict__[FIRST_NUMBERS] = first
+    return made._sharing(x.__dict__.get(SHARING))
+
+
+def _same(x: Any) -> Any:
+    return _like(x, x._with(lambda part: part))
+
+
+def _converted(x: Any, *, dtype: torch.dtype | None = None, device: Any = None, **unused: Any) -> Any:
+    return x._with(lambda part: part.to(device=device, copy=True), dtype) if (dtype or x.dtype) in DTYPES else None
 
 
 def _viewed(x: Any, shape: Sequence[int]) -> torch.Tensor | None:
@@ -189,8 +203,8 @@ def _viewed(x: Any, shape: Sequence[int]) -> torch.Tensor | None:
         column = row_viewed
     elif column is not None and not x.quantizer.text.startswith("nvfp4"):  # whose columns are packed as those of a matrix
         column = viewed(column)
-    made = x._of([row_viewed, row_scale, row_amax, column, column_scale, column_amax], sizes)._sharing(x.__dict__.get(SHARING))
-    return with_first(x, made) if sizes == list(x.shape) else made
+    made = x._of([row_viewed, row_scale, row_amax, column, column_scale, column_amax], sizes)
+    return _like(x, made, tells_first=sizes == list(x.shape))
 
 
 def rows_of(x: Any, first: int, last: int) -> Any:
@@ -206,8 +220,8 @@ def rows_of(x: Any, first: int, last: int) -> Any:
     is_all, ends = count == matrix_rows(x) or is_before_zeros, last == x.shape[0] or is_before_zeros
     mark = x.__dict__.get(SHARING)
     is_sharing = mark is True or mark is not None and not is_all
-    for name, place, size in zip(PARTS, places, sizes, strict=True):
-        part = getattr(x, name)
+    for name in PARTS:
+        part, place, size = getattr(x, name), places[name], sizes[name]
         if part is not None and id(part) not in done:
             if name.endswith("data") and part.shape[:-1] == x.shape[:-1]:
                 done[id(part)] = part[first:last]
@@ -222,7 +236,7 @@ def rows_of(x: Any, first: int, last: int) -> Any:
                 is_copy = done[id(part)] is not own
                 is_sharing |= is_copy or not ends and own.shape[place.dim] * place.rows > count
         parts.append(None if part is None else done[id(part)])
-    if any(place is not None and (not ends and (begin + count) % place.rows) for place in places):
+    if any(place is not None and (not ends and (begin + count) % place.rows) for place in places.values()):
         return None
     return x._of(parts, (last - first, *x.shape[1:]))._sharing(is_sharing or mark or (zeros if is_before_zeros else None))
 
@@ -271,7 +285,7 @@ def _empty(x: Any, dtype: torch.dtype | None = None, device: Any = None, **unuse
 
 def _strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     is_all = list(size) == list(x.shape) and list(stride) == list(x.stride()) and not offset
-    return x._with(lambda part: part)._sharing(x.__dict__.get(SHARING)) if is_all else None
+    return _like(x, x._with(lambda part: part), tells_first=False) if is_all else None
 
 
 def _unsqueezed(x: Any, dim: int) -> torch.Tensor | None:
@@ -280,6 +294,11 @@ def _unsqueezed(x: Any, dim: int) -> torch.Tensor | None:
 
 
 STAYING: dict[Any, Callable[..., Any]] = {  # what gives a quantized tensor, or None where it must be decoded
+    torch.ops.aten.detach.default: _same,
+    torch.ops.aten.alias.default: _same,
+    torch.ops.aten.clone.default: lambda x, **unused: x._with(torch.clone),
+    torch.ops.aten._to_copy.default: _converted,
+    torch.ops.aten.copy_.default: lambda x, source, *_, **__: x._write_of(source),
     torch.ops.aten.view.default: _viewed,
     torch.ops.aten._unsafe_view.default: _viewed,
     torch.ops.aten.unsqueeze.default: _unsqueezed,
@@ -289,21 +308,3 @@ STAYING: dict[Any, Callable[..., Any]] = {  # what gives a quantized tensor, or 
     torch.ops.aten.empty_like.default: _empty,  # as of Module.to_empty
     torch.ops.aten.as_strided.default: _strided,
 }
-
-__all__ = [
-    "FIRST_NUMBERS",
-    "SHARING",
-    "STAYING",
-    "ZEROS",
-    "Decoded",
-    "Zeros",
-    "collective",
-    "has_tangent",
-    "is_view",
-    "levels",
-    "read_only",
-    "rows_of",
-    "views_in_inference_mode",
-    "with_first",
-    "without_memory",
-]

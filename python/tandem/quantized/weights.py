@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
 from tandem import _C
-from tandem.quantized.tensor import QuantizedTensor
+from tandem.quantized.tensor import QuantizedTensor, in_directions
 from tandem.quantized.quantizer import Quantizer
 
 _SAID = {None: 0, True: 1, False: 2}  # by is_first_microbatch
@@ -87,22 +86,7 @@ def quantize_weight(
     mask = (quantizer.rowwise, quantizer.columnwise, True)
     given = () if workspace is None else workspace[:8]
     parts, made = _C.quantize_weight(weight, quantizer.text, mask, given, _SAID[is_first_microbatch])
-    held = WeightWorkspace(*parts, made)
-    row, row_scale, row_amax, column, column_scale, column_amax = parts[:6]
-    if column is None:  # one value serves both directions
-        column, column_scale, column_amax = row, row_scale, row_amax
-    rows = (row, row_scale) if quantizer.rowwise else (None, None)
-    columns = (column, column_scale) if quantizer.columnwise else (None, None)
-    codes = QuantizedTensor(
-        *rows,
-        *columns,
-        quantizer,
-        weight.dtype,
-        amax_rowwise=row_amax if quantizer.rowwise else None,
-        amax_columnwise=column_amax if quantizer.columnwise else None,
-        shape=weight.shape,
-    )
-    return codes, held
+    return in_directions(parts[:6], quantizer, weight.dtype, weight.shape), WeightWorkspace(*parts, made)
 
 
 class _saying(contextlib.ContextDecorator):
@@ -116,7 +100,7 @@ class _saying(contextlib.ContextDecorator):
         self._before.append(_C.in_force.said_of_weights)
         _C.in_force.said_of_weights = self._said
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         _C.in_force.said_of_weights = self._before.pop()
 
 
@@ -150,5 +134,3 @@ def weights_changed() -> None:
     said to be unchanged."""
     _C.weights_changed()
 
-
-__all__ = ["WeightWorkspace", "in_microbatch", "quantize_weight", "weights_changed", "weights_unchanged"]

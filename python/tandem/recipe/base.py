@@ -161,3 +161,12 @@ class Recipe:
     def _written(self, instead: dict[str, object]) -> str:
         fields = [row.written(instead[row.name] if row.name in instead else getattr(self, row.name)) for row in self._rows]
         return "{" + ",".join(sorted([*fields, f'"name":"{self._name}"'])) + "}"
+
+
+def check_recipe(op: str, recipe: object, or_none: str = " or None") -> None:
+    """Refuses what is no recipe."""
+    if not isinstance(recipe, Recipe) and (recipe is not None or not or_none):
+        raise TypeError(
+            f"{op}: expected recipe to be a recipe of tandem.recipe{or_none}, got {type(recipe).__name__}. Pass for example "
+            "tandem.recipe.MXFP8BlockScaling()."
+        )

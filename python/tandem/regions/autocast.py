@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
+from tandem.ops.arguments import check_amax_group, flag
 from tandem.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from tandem.recipe.base import check_recipe
 from tandem.recipe_state import history_length, traced_region, traced_regions
 
 _DEFAULT_RECIPE = Float8CurrentScaling()
@@ -55,23 +56,13 @@ class autocast(contextlib.ContextDecorator):
             recipe: formats and scaling; None: `Float8CurrentScaling()`.
             amax_reduction_group: of a recipe that keeps amaxes: the processes that share them; None: all processes.
         """
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
-            if value not in (True, False):
-                raise ValueError(f"autocast: expected {name} to be True or False, got {value!r}. Pass a recipe as recipe=.")
-        if amax_reduction_group is not None and not hasattr(amax_reduction_group, "group_name"):
-            raise TypeError(
-                "autocast: expected amax_reduction_group to be a process group of torch.distributed or None, got "
-                f"{type(amax_reduction_group).__name__}. Pass what torch.distributed.new_group returns."
-            )
-        if recipe is None:
-            recipe = _DEFAULT_RECIPE
-        if not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"autocast: expected recipe to be a recipe of tandem.recipe or None, got {type(recipe).__name__}. "
-                "Pass for example tandem.recipe.Float8CurrentScaling()."
-            )
-        self._recipe, self._group, self._enabled, self._calibrating = recipe, amax_reduction_group, bool(enabled), bool(calibrating)
-        self._keeps_amaxes = isinstance(recipe, DelayedScaling) and bool(enabled or calibrating)
+        cure = "Pass a recipe as recipe=."
+        enabled, calibrating = flag("autocast", "enabled", enabled, cure), flag("autocast", "calibrating", calibrating, cure)
+        check_amax_group("autocast", amax_reduction_group)
+        check_recipe("autocast", recipe)
+        recipe = _DEFAULT_RECIPE if recipe is None else recipe
+        self._recipe, self._group, self._enabled, self._calibrating = recipe, amax_reduction_group, enabled, calibrating
+        self._keeps_amaxes = isinstance(recipe, DelayedScaling) and (enabled or calibrating)
         if isinstance(recipe, DelayedScaling) and self._keeps_amaxes:
             self._json = recipe.to_json(calibrating=not enabled)
         else:
@@ -112,9 +103,7 @@ class autocast(contextlib.ContextDecorator):
             _C.enter_autocast(text, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if is_dynamo_compiling():
             if history_length(_C.in_force.recipe):
                 traced_regions.pop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch.utils.checkpoint
@@ -29,9 +28,7 @@ class _Recompute:
             self.tracker.set_states(self.states)
         _C.enter_recompute(self.region, self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _C.exit_autocast(self)
         if self.tracker is not None:
             self.tracker.set_states(self._now)

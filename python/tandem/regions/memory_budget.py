@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 
 from torch.compiler import is_dynamo_compiling
 
@@ -58,9 +57,7 @@ class memory_budget(contextlib.ContextDecorator):
         else:
             _C.enter_memory_budget(self._bytes_per_row, self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if is_dynamo_compiling():
             _C.in_force.memory_budget = self._outer_while_traced.pop()
         else:

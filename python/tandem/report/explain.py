@@ -45,6 +45,3 @@ def verify(module: torch.nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor
 def _check(function: str, module: torch.nn.Module) -> None:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{function}: expected a container, an op or a module, got {type(module).__name__}. Pass what is called.")
-
-
-__all__ = ["Verification", "explain", "verify"]

@@ -30,10 +30,26 @@ class Watched(NamedTuple):
 
 
 class Inspection:
-    """What `tandem.inspect` gives."""
+    """Measures what quantizing does to each tensor, while the block is open: amax, scales, the shares that underflow and saturate, and how
+    far the signal is above the noise. Eager calls are measured, each quantization by itself, which makes them slower; compiled code is not.
+    A `GroupedLinear` has a row for each group that has rows, under a name of its own ("experts, group 3"); while it is watched, experts are not one fusion.
+    Saturation is warned of while the block is open, and only then: nobody else counts.
 
-    def __init__(self, model: torch.nn.Module | None, warn: bool) -> None:
-        """Makes one that watches nothing yet: `tandem.inspect` does.
+    >>> import torch, tandem
+    >>> model = torch.nn.Sequential(tandem.Linear(32, 32), tandem.Linear(32, 32))
+    >>> with tandem.inspect(model) as seen:
+    ...     for step in range(2):
+    ...         with tandem.autocast(recipe=tandem.recipe.Float8CurrentScaling()):
+    ...             y = model(torch.randn(4, 32, requires_grad=True))
+    ...         y.sum().backward()
+    >>> seen.rows[0].name, seen.rows[0].role, seen.rows[0].step, seen.rows[0].signal_to_noise > 25
+    ('0', 'input', 0, True)
+    >>> print(seen.table().splitlines()[0].split()[:3])
+    ['tensor', 'format', 'steps']
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None, *, warn: bool = True) -> None:
+        """Makes one that watches nothing yet; `with` opens it.
 
         Args:
             model: whose modules give the names; None: types of modules do.
@@ -159,29 +175,4 @@ def _collect() -> None:
         inspection._take(found)
 
 
-def inspect(model: torch.nn.Module | None = None, *, warn: bool = True) -> Inspection:
-    """Measures what quantizing does to each tensor, while the block is open: amax, scales, the shares that underflow and saturate, and how
-    far the signal is above the noise. Eager calls are measured, each quantization by itself, which makes them slower; compiled code is not.
-    A `GroupedLinear` has a row for each group that has rows, under a name of its own ("experts, group 3"); while it is watched, experts are not one fusion.
-    Saturation is warned of while the block is open, and only then: nobody else counts.
-
-    >>> import torch, tandem
-    >>> model = torch.nn.Sequential(tandem.Linear(32, 32), tandem.Linear(32, 32))
-    >>> with tandem.inspect(model) as seen:
-    ...     for step in range(2):
-    ...         with tandem.autocast(recipe=tandem.recipe.Float8CurrentScaling()):
-    ...             y = model(torch.randn(4, 32, requires_grad=True))
-    ...         y.sum().backward()
-    >>> seen.rows[0].name, seen.rows[0].role, seen.rows[0].step, seen.rows[0].signal_to_noise > 25
-    ('0', 'input', 0, True)
-    >>> print(seen.table().splitlines()[0].split()[:3])
-    ['tensor', 'format', 'steps']
-
-    Args:
-        model: whose modules give the names; None: types of modules do.
-        warn: whether the first step in which a tensor saturates, or is not finite, is told of as a warning.
-    """
-    return Inspection(model, warn)
-
-
-__all__ = ["Inspection", "Watched", "inspect"]
+inspect = Inspection  # as the verb that it is in a `with` block

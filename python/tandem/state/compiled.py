@@ -213,6 +213,3 @@ def _names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     return [*{id(tensor): tensor for tensor in tensors.values()}.values()]
-
-
-__all__ = ["give", "load_recipe_state_dict", "recipe_state_dict"]

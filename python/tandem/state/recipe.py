@@ -10,6 +10,7 @@ import torch
 from tandem import recipe_state
 from tandem.ops.unit import Unit
 from tandem.recipe import Recipe
+from tandem.recipe.base import check_recipe
 
 Root = TypeVar("Root", bound=torch.nn.Module)
 
@@ -33,11 +34,7 @@ def make_recipe_state(module: Root, recipe: Recipe) -> Root:
     Returns:
         the module.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"make_recipe_state: expected recipe to be a recipe of tandem.recipe, got {type(recipe).__name__}. Pass for example "
-            "tandem.recipe.DelayedScaling()."
-        )
+    check_recipe("make_recipe_state", recipe, or_none="")
     length = recipe_state.history_length(recipe.to_json())
     units = [unit for unit in module.modules() if isinstance(unit, Unit)]
     if length and not units and any(True for _ in module.parameters()):
@@ -52,6 +49,3 @@ def make_recipe_state(module: Root, recipe: Recipe) -> Root:
                 holder = op._holder
                 recipe_state.of(vars(holder), holder._quantize_slots(), length)  # type: ignore[operator]
     return module
-
-
-__all__ = ["make_recipe_state"]

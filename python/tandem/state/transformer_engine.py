@@ -48,6 +48,3 @@ def transformer_engine_state_dict(module: torch.nn.Module, *, extra_state: bool 
                 state[prefix + name] = param.detach().dequantize()
     named = {theirs.get(key, key): value for key, value in state.items()}
     return {**named, **states} if extra_state else named
-
-
-__all__ = ["transformer_engine_state_dict"]
