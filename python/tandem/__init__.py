@@ -44,6 +44,7 @@ from tandem.regions.autocast import (  # noqa: E402
 from tandem.regions.checkpoint import checkpoint  # noqa: E402
 from tandem.regions.memory_budget import memory_budget  # noqa: E402
 from tandem.report.explain import explain, verify  # noqa: E402
+from tandem.report.help import shorten_help  # noqa: E402
 from tandem.report.inspection import Inspection, inspect  # noqa: E402
 from tandem.state.compiled import load_recipe_state_dict, recipe_state_dict  # noqa: E402
 from tandem.state.recipe import make_recipe_state  # noqa: E402
@@ -80,6 +81,7 @@ for _former, _module in _FORMER_MODULES.items():
 
 register_optimizer_step_post_hook(_after_step)
 register_decompositions()
+shorten_help()
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import pydoc
 import re
 import subprocess
 import sys
@@ -104,6 +105,31 @@ def test_help_explains_every_argument(thing):
 def test_completion_shows_public_names_only(module):
     assert set(dir(module)) == set(module.__all__)
     assert all(hasattr(module, name) for name in module.__all__)
+
+
+@pytest.mark.parametrize("imports", ["import pydoc, torch, tandem", "import torch, tandem, pydoc"], ids=["before", "behind"])
+def test_help_is_text_of_the_library(imports):
+    """Whether pydoc is imported before the package or behind it."""
+    things = "tandem.ops.Linear", "tandem.Linear", "tandem.QuantizedTensor", "tandem"
+    code = f"{imports}; [print(pydoc.plain(pydoc.render_doc(thing)), end='\\0') for thing in ({', '.join(things)})]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *texts, rest = result.stdout.split("\0")
+    assert len(texts) == len(things) and rest == ""
+    for thing, text in zip(things, texts, strict=True):
+        assert "inherited from torch" not in text and "register_full_backward_hook" not in text, thing
+        if thing != "tandem":
+            assert "torch.nn.modules.module.Module" in text or "torch.Tensor" in text, "the classes that it inherits from are named"
+            assert text.count("\n") < 400
+    assert "Makes a product with a weight" in texts[0] and "x ~= decode(data) * scale_inv" in texts[2] and "an operation fuser" in texts[3]
+
+
+def test_help_of_other_classes_and_completion_are_whole():
+    class Own(tandem.Linear):
+        pass
+
+    for thing in (Own, torch.nn.Linear):
+        assert "register_full_backward_hook" in pydoc.plain(pydoc.render_doc(thing))
+    assert "register_full_backward_hook" in dir(tandem.Linear) and "register_full_backward_hook" in dir(tandem.ops.Identity())
 
 
 def test_examples_in_docstrings_run():

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._pytree import tree_map_only
 
 from tandem import _C
+from tandem.compilers.imports import when_imported
 
 
 def _reference(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -52,29 +50,6 @@ def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
     {'aten'}
     """
     return dict(_table())
-
-
-class _With(MetaPathFinder):
-    """Tells a module of torch of the kernel ops when it is imported, which takes long and is for who uses it to say."""
-
-    def __init__(self, name: str, register: Callable[[Any], None]) -> None:
-        self.name, self.register = name, register
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            self.register(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 def _register_fallbacks(inductor: Any) -> None:
@@ -146,11 +121,5 @@ def register_decompositions() -> None:
     for op, function in _table().items():
         decomposition_table[op] = function
         meta_table[op] = op  # fake tensors with symbolic sizes would else run the decomposition to learn shapes that the op itself tells
-    for name, register in (("torch._inductor.lowering", _register_fallbacks), ("torch.distributed.tensor", _register_shardings)):
-        if module := sys.modules.get(name):
-            register(module)
-        else:
-            sys.meta_path.insert(0, _With(name, register))
-
-
-__all__ = ["decompositions"]
+    when_imported("torch._inductor.lowering", _register_fallbacks)
+    when_imported("torch.distributed.tensor", _register_shardings)
