@@ -8,21 +8,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tandem.regions.checkpoint import checkpoint
-from tandem.quantized.weights import in_microbatch
 from tandem import _C, ops
-from tandem.modules.base import Init, Module, forked
+from tandem.modules.base import Init, Module, check_one_value, forked
 from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.linear import Linear
 from tandem.modules.norm import LayerNorm, RMSNorm
 from tandem.ops.arguments import Fixed, at_default, finite, flag, positive
 from tandem.ops.unit import drop_extra_state
+from tandem.quantized.weights import in_microbatch
+from tandem.regions.checkpoint import checkpoint
 
 Window = tuple[int, int]
 
 _FORMATS = ("sbhd", "bshd")
 _MASKS = _C.attn_mask_types
+_OF_BOTH_PROJECTIONS = ("get_rng_state_tracker", "sequence_parallel", "fuse_wgrad_accumulation", "bias", "params_dtype", "device")
 _QK_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
@@ -220,12 +221,10 @@ class MultiheadAttention(torch.nn.Module):
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False; no other value is known yet.
             softmax_type: "vanilla", likewise.
         """
+        given = locals()
         super().__init__()
         op = self._get_name()
-        at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
-        at_default(op, False, ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad)
-        at_default(op, "vanilla", softmax_type=softmax_type)
-        at_default(op, "self", attention_type=attention_type)
+        check_one_value(op, given)
         hidden, heads = positive(op, "hidden_size", hidden_size), positive(op, "num_attention_heads", num_attention_heads)
         groups = None if num_gqa_groups is None else positive(op, "num_gqa_groups", num_gqa_groups)
         channels = None if kv_channels is None else positive(op, "kv_channels", kv_channels)
@@ -249,16 +248,7 @@ class MultiheadAttention(torch.nn.Module):
         self.is_interleaved = flag(op, "fuse_qkv_params", fuse_qkv_params) and flag(op, "qkv_weight_interleaved", qkv_weight_interleaved)
         self.qk_norm_before_rope = flag(op, "qk_norm_before_rope", qk_norm_before_rope)
         self.rotary_pos_interleaved = flag(op, "rotary_pos_interleaved", rotary_pos_interleaved)
-        shared: dict[str, Any] = {
-            "tp_group": tp_group if together else None,
-            "tp_size": ranks,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "sequence_parallel": sequence_parallel,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-        }
+        shared: dict[str, Any] = {name: given[name] for name in _OF_BOTH_PROJECTIONS} | {"tp_group": tp_group if together else None, "tp_size": ranks}
         query, key = ranks * self.num_heads * self.channels, ranks * self.num_groups * self.channels
         first: dict[str, Any] = {
             **shared,
@@ -534,6 +524,3 @@ def check_window(op: str, window: Window | None, mask_type: str) -> None:
     allowed = (None, (-1, -1), (-1, 0)) if "causal" in mask_type else (None, (-1, -1))
     if (None if window is None else tuple(window)) not in allowed:
         raise NotImplementedError(f"{op}: expected window_size {allowed[-1]} or None, got {window}. Leave positions out with attention_mask.")
-
-
-__all__ = ["MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb", "check_unused", "check_window", "set_group_inside"]

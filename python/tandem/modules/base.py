@@ -11,10 +11,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from tandem.quantized.init import note_init, quantize_weights
-from tandem.quantized.weights import in_microbatch
-from tandem.ops.arguments import Fixed, flag
-from tandem.ops.collective import _Collective, _replacement
+from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.collective import _Collective, _replacement, share
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.joined import JoinedMixin
 from tandem.ops.linear import BasicLinear, Bias
@@ -22,10 +20,19 @@ from tandem.ops.norm import LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation
 from tandem.ops.run import NO_EXTRAS
 from tandem.ops.structure import MakeExtraOutput
+from tandem.quantized.init import note_init, quantize_weights
+from tandem.quantized.weights import in_microbatch
 
 Init = Callable[[torch.Tensor], Any]
 Rows = Mapping[str, int]  # by name of each part of a parameter, in order
 Parts = list[tuple[BasicOperation, Mapping[str, str | Rows]]]  # with the module's name of each parameter, or those of its parts
+
+# What TransformerEngine's constructors take of which this version knows one value only.
+_ONE_VALUE: dict[str, Any] = {
+    **dict.fromkeys(("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_tp_comm_overlap"), False),
+    **dict.fromkeys(("parallel_attention_mlp", "apply_residual_connection_post_layernorm"), False),
+    **{"symmetric_ar_type": None, "attention_type": "self", "softmax_type": "vanilla", "layer_type": "encoder", "drop_path_rate": 0.0},
+}
 
 _NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
@@ -43,13 +50,35 @@ def forked(get_rng_state_tracker: Callable[[], Any] | None, name: str | None = N
     return context
 
 
-class Module(JoinedMixin, CompositeOperation):
-    """Products, with a norm before them or without."""
+class ProductMixin:
+    """What all modules with products share, whether they are one op or several."""
 
-    use_bias, return_bias = Fixed(), Fixed()
-    sequence_parallel, tp_size = Fixed(), Fixed()
+    use_bias, return_bias, tp_size = Fixed(), Fixed(), Fixed()
     name: str | None
     _x_dtype: torch.dtype | None = None  # of the last x that `check_dtype` has let through
+
+    @property
+    def params_dtype(self: Any) -> torch.dtype:
+        """That of the parameters."""
+        dtype: torch.dtype = next(self.parameters()).dtype
+        return dtype
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self.__dict__.pop("_x_dtype", None)
+        return super()._apply(fn, recurse)  # type: ignore[misc, no-any-return]
+
+    def _check_in_container(self: Any) -> None:
+        if self.return_bias:
+            raise ValueError(
+                f"{self._get_name()}: expected a module whose output is what the next op takes, got one with return_bias=True. Call it outside "
+                "of the container, or build it with return_bias=False."
+            )
+
+
+class Module(ProductMixin, JoinedMixin, CompositeOperation):
+    """Products, with a norm before them or without."""
+
+    sequence_parallel = Fixed()
 
     def _build(
         self,
@@ -206,15 +235,6 @@ class Module(JoinedMixin, CompositeOperation):
         """Whether the bias is added here, and not returned."""
         return self.use_bias and not self.return_bias
 
-    @property
-    def params_dtype(self) -> torch.dtype:
-        """That of the parameters."""
-        return next(self.parameters()).dtype
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        self.__dict__.pop("_x_dtype", None)
-        return super()._apply(fn, recurse)
-
     def reset_parameters(self) -> None:
         """Draws the weights as their init_method says, sets biases to zero, and makes a norm one that neither scales nor shifts. Tells
         what reduces gradients over ranks, as TransformerEngine does, which parameters all ranks hold."""
@@ -242,13 +262,6 @@ class Module(JoinedMixin, CompositeOperation):
     def _sharded_dimensions(self) -> dict[str, int]:
         """The dimension of each parameter of which a rank holds a part."""
         raise NotImplementedError
-
-    def _check_in_container(self) -> None:
-        if self.return_bias:
-            raise ValueError(
-                f"{self._get_name()}: expected a module whose output is what the next op takes, got one with return_bias=True. Call it outside "
-                "of the container, or build it with return_bias=False."
-            )
 
     def _outputs(self, inp: torch.Tensor, run: Any, is_first_microbatch: bool | None) -> Any:
         """What a call returns: y, the bias that is not added, the output of the norm."""
@@ -334,6 +347,34 @@ def check_dtype(module: Any, x: Any) -> None:
         module.__dict__["_x_dtype"] = x.dtype
 
 
+def check_one_value(op: str, given: Mapping[str, Any], but: Sequence[str] = ()) -> None:
+    """Refuses another value of what is known at one only, of the arguments of a constructor.
+
+    Args:
+        given: its arguments by name, among others.
+        but: those that are not looked at.
+    """
+    for name, value in _ONE_VALUE.items():
+        if name in given and name not in but:
+            at_default(op, value, **{name: given[name]})
+
+
+def check_mode(op: str, parallel_mode: str | None) -> None:
+    """How ranks share a weight: by its rows, by its columns, or not."""
+    if parallel_mode not in (None, "column", "row"):
+        raise ValueError(f'{op}: expected parallel_mode None, "column" or "row", got {parallel_mode!r}. Name how ranks share the weight.')
+
+
+def sizes_of_rank(op: str, parallel_mode: str | None, in_features: int, out_features: int, ranks: int) -> tuple[int, int]:
+    """The columns and rows that a rank has of a weight."""
+    columns, rows = positive(op, "in_features", in_features), positive(op, "out_features", out_features)
+    if parallel_mode == "column":
+        rows = share(op, "out_features", rows, ranks)
+    elif parallel_mode == "row":
+        columns = share(op, "in_features", columns, ranks)
+    return columns, rows
+
+
 def check_group(op: str, group: Any, size: int) -> None:
     """Raises where ranks are meant that nobody names."""
     if group is None and size != 1:
@@ -346,37 +387,3 @@ def refuse_main_grad(op: str) -> None:
         f"{op}: expected fuse_wgrad_accumulation=False with parameters_split, as a product adds to one main_grad, got True. Build one module "
         "for each part."
     )
-
-
-def linear_parts(
-    rows: int,
-    columns: int,
-    *,
-    split: Rows | None,
-    has_bias: bool,
-    into_main_grad: bool,
-    delayed: bool,
-    before_bias: Sequence[BasicOperation],
-    dtype: torch.dtype | None,
-    saves_original: bool = False,
-) -> Parts:
-    """A product, what stands between it and its bias, and the bias, with parameters named as those of `tandem.Linear`."""
-    product = BasicLinear(
-        columns,
-        rows,
-        device="meta",
-        dtype=dtype,
-        accumulate_into_main_grad=into_main_grad,
-        delay_wgrad_compute=delayed,
-        save_original_input=saves_original,
-    )
-    added: Parts = [(Bias(rows, device="meta", dtype=dtype), {"bias": names_of("bias", split)})] if has_bias else []
-    return [(product, {"weight": names_of("weight", split)}), *[(part, {}) for part in before_bias], *added]
-
-
-def names_of(operand: str, split: Rows | None) -> str | Rows:
-    """The names of an operand's parts, or its own."""
-    return operand if split is None else {f"{part}_{operand}": rows for part, rows in split.items()}
-
-
-__all__ = ["Init", "Module", "NormedModule", "Parts", "Rows", "check_dtype", "check_group", "draw", "forked", "linear_parts", "names_of", "refuse_main_grad"]

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from typing_extensions import Self
 
-from tandem.quantized.weights import in_microbatch
 from tandem import ops
-from tandem.modules.base import Init, check_dtype, check_group, draw, forked
-from tandem.ops.arguments import Fixed, at_default, flag, positive, whole
-from tandem.ops.collective import share
+from tandem.modules.base import Init, ProductMixin, check_dtype, check_group, check_mode, check_one_value, draw, forked, sizes_of_rank
+from tandem.ops.arguments import Fixed, flag, whole
+from tandem.quantized.weights import in_microbatch
 
 
-class GroupedLinear(ops.GroupedLinear):
+class GroupedLinear(ProductMixin, ops.GroupedLinear):
     """y_g = x_g weight_g^T + bias_g for groups of rows that follow each other: `ops.GroupedLinear`.
 
     >>> import torch, tandem
@@ -25,9 +23,7 @@ class GroupedLinear(ops.GroupedLinear):
     (torch.Size([5, 2]), ['weight0', 'weight1', 'weight2', 'bias0', 'bias1', 'bias2'])
     """
 
-    name: str | None
-    _x_dtype: torch.dtype | None = None  # of the last x that `check_dtype` has let through
-    num_gemms, use_bias, return_bias, parallel_mode, tp_size = Fixed(), Fixed(), Fixed(), Fixed(), Fixed()
+    num_gemms, parallel_mode = Fixed(), Fixed()
 
     def __init__(
         self,
@@ -77,9 +73,8 @@ class GroupedLinear(ops.GroupedLinear):
             ub_overlap_rs, ub_overlap_ag: False; no other value is known yet.
         """
         op = type(self).__name__
-        at_default(op, False, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag)
-        if parallel_mode not in (None, "column", "row"):
-            raise ValueError(f'{op}: expected parallel_mode None, "column" or "row", got {parallel_mode!r}. Name how ranks share the weight.')
+        check_one_value(op, locals())
+        check_mode(op, parallel_mode)
         check_group(op, tp_group, tp_size)
         for known, value in {"sequence_parallel": sequence_parallel, "save_original_input": save_original_input}.items():
             flag(op, known, value)
@@ -87,11 +82,7 @@ class GroupedLinear(ops.GroupedLinear):
         has_bias, is_returned = flag(op, "bias", bias), flag(op, "return_bias", return_bias)
         if has_bias and ranks > 1:
             raise ValueError(f"{op}: expected bias=False where {ranks} ranks share the weights, got True. Add biases behind what ranks exchange.")
-        columns, rows = positive(op, "in_features", in_features), positive(op, "out_features", out_features)
-        if parallel_mode == "column":
-            rows = share(op, "out_features", rows, ranks)
-        elif parallel_mode == "row":
-            columns = share(op, "in_features", columns, ranks)
+        columns, rows = sizes_of_rank(op, parallel_mode, in_features, out_features, ranks)
         self.__dict__.update(_init_method=init_method or draw, get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name)
         super().__init__(
             num_gemms,
@@ -128,18 +119,9 @@ class GroupedLinear(ops.GroupedLinear):
     def fuse_wgrad_accumulation(self, value: bool) -> None:
         self.accumulate_into_main_grad = flag(self._get_name(), "fuse_wgrad_accumulation", value)
 
-    @property
-    def params_dtype(self) -> torch.dtype:
-        """That of the parameters."""
-        return next(self.parameters()).dtype
-
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Replaces the ranks that share the weights, which exchange nothing here."""
         self.tp_group = tp_group
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        self.__dict__.pop("_x_dtype", None)
-        return super()._apply(fn, recurse)
 
     def reset_parameters(self) -> None:
         """Draws the weights as init_method says and sets biases to zero."""
@@ -150,13 +132,6 @@ class GroupedLinear(ops.GroupedLinear):
                         self._init_method(own)
             else:
                 torch.nn.init.zeros_(param)
-
-    def _check_in_container(self) -> None:
-        if self.return_bias:
-            raise ValueError(
-                f"{self._get_name()}: expected a module whose output is what the next op takes, got one with return_bias=True. Call it outside "
-                "of the container, or build it with return_bias=False."
-            )
 
     def forward(  # type: ignore[override]
         self,
@@ -201,5 +176,3 @@ def _whole_numbers(op: str, splits: Sequence[int]) -> list[int]:
 
 
 GroupedLinear._library_forward = GroupedLinear.forward  # so that containers take it into their pipelines
-
-__all__ = ["GroupedLinear"]

@@ -9,8 +9,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from tandem.quantized.views import has_tangent, levels
 from tandem.ops.arguments import positive
+from tandem.quantized.views import has_tangent, levels
 
 
 class InferenceParams:
@@ -151,6 +151,3 @@ def _refuse_gradient(grad: torch.Tensor) -> None:
         "InferenceParams: expected gradients of keys and values of one call, got one of keys and values that an earlier call has written, whose "
         "graph is not kept. Call the layer once for the whole sequence, or make earlier calls under torch.no_grad()."
     )
-
-
-__all__ = ["InferenceParams"]

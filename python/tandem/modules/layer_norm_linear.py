@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tandem.modules.base import Init, NormedModule
+from tandem.modules.base import Init, NormedModule, check_one_value
 from tandem.modules.linear import OneProduct, Sizes, split_repr
-from tandem.ops.arguments import at_default
+
 
 class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
     """y = norm(x) weight^T + bias, as one pipeline.
@@ -85,24 +85,15 @@ class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
         """
         op = self._get_name()
-        at_default(op, symmetric_ar_type=symmetric_ar_type)
-        at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
-        at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
+        check_one_value(op, locals())
         sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
         torch.nn.Module.__init__(self)
         self.get_rng_state_tracker, self.name = get_rng_state_tracker, name
         sizes.give(self)
         self._read_norm(normalization, return_layernorm_output, return_layernorm_output_gathered)
         behind = sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype)
-        self._build(
-            self._norm_and(sizes.columns, eps, zero_centered_gamma, params_dtype, sizes.before, behind),
-            bias=bias,
-            return_bias=return_bias,
-            inits=sizes.inits(init_method),
-            result_bias=("bias", sizes.bias_rows()),
-            device=device,
-            dtype=params_dtype,
-        )
+        parts = self._norm_and(sizes.columns, eps, zero_centered_gamma, params_dtype, sizes.before, behind)
+        sizes.build(self, parts, init_method, bias, return_bias, device, params_dtype)
 
     def extra_repr(self) -> str:
         parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
@@ -110,5 +101,3 @@ class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
 
 
 LayerNormLinear._library_forward = LayerNormLinear.forward  # so that containers take the parts into their pipelines
-
-__all__ = ["LayerNormLinear"]

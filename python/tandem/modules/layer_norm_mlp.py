@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem.modules.base import Init, NormedModule, Parts, check_group
-from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.modules.base import Init, NormedModule, Parts, check_group, check_one_value
+from tandem.ops.arguments import Fixed, flag, positive
 from tandem.ops.collective import collectives, share
 from tandem.ops.library import class_of
 from tandem.ops.linear import BasicLinear, Bias
 from tandem.ops.signature import signature_of
+
 
 class LayerNormMLP(NormedModule):
     """y = activation(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias, as one pipeline.
@@ -91,9 +92,7 @@ class LayerNormMLP(NormedModule):
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False, likewise.
         """
         op = self._get_name()
-        at_default(op, symmetric_ar_type=symmetric_ar_type)
-        at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
-        at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
+        check_one_value(op, locals())
         families = {kind: signature_of(kind).family for kind in _C.op_names()}
         if families.get(activation) not in ("activation", "glu"):
             known = ", ".join(kind for kind, family in families.items() if family in ("activation", "glu"))
@@ -168,5 +167,3 @@ class LayerNormMLP(NormedModule):
 
 
 LayerNormMLP._library_forward = LayerNormMLP.forward  # so that containers take the parts into their pipelines
-
-__all__ = ["LayerNormMLP"]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import torch
 
-from tandem.modules.base import Init, Module, Parts, Rows, check_group, linear_parts, names_of, refuse_main_grad
+from tandem.modules.base import Init, Module, Parts, Rows, check_group, check_mode, check_one_value, refuse_main_grad, sizes_of_rank
 from tandem.ops.arguments import Fixed, at_default, flag, positive
-from tandem.ops.collective import collectives, share
+from tandem.ops.collective import collectives
 from tandem.ops.joined import Split, split_sizes
+from tandem.ops.linear import BasicLinear, Bias
 
 _P = ParamSpec("_P")
 
@@ -31,21 +32,17 @@ class Sizes:
         parameters_split: Split | None,
     ) -> None:
         """Checks the arguments of a module named `op`, which are those of `Linear`."""
-        if parallel_mode not in (None, "column", "row"):
-            raise ValueError(f'{op}: expected parallel_mode None, "column" or "row", got {parallel_mode!r}. Name how ranks share the weight.')
+        check_mode(op, parallel_mode)
         check_group(op, tp_group, tp_size)
         sequence_parallel = flag(op, "sequence_parallel", sequence_parallel)
         mode = parallel_mode if tp_group is not None else None
         self.before, self.after, self.ranks = collectives(op, mode, tp_group, sequence_parallel)
         self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel and self.ranks > 1
-        self.columns, self.rows = positive(op, "in_features", in_features), positive(op, "out_features", out_features)
         self.split: Rows | None = None
         if parameters_split is not None:
-            self.split = split_sizes(op, "out_features", parameters_split, self.rows, self.ranks if parallel_mode == "column" else 1)
-        if parallel_mode == "column":
-            self.rows = share(op, "out_features", self.rows, self.ranks)
-        elif parallel_mode == "row":
-            self.columns = share(op, "in_features", self.columns, self.ranks)
+            rows = positive(op, "out_features", out_features)
+            self.split = split_sizes(op, "out_features", parameters_split, rows, self.ranks if parallel_mode == "column" else 1)
+        self.columns, self.rows = sizes_of_rank(op, parallel_mode, in_features, out_features, self.ranks)
 
     def give(self, module: Any) -> None:
         """Makes them attributes of the module, as TransformerEngine has them."""
@@ -67,29 +64,33 @@ class Sizes:
         into_main_grad = flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         if into_main_grad and self.split is not None:
             refuse_main_grad(op)
-        return linear_parts(
-            self.rows,
+        product = BasicLinear(
             self.columns,
-            split=self.split,
-            has_bias=bool(bias) and not return_bias,
-            into_main_grad=into_main_grad,
-            delayed=flag(op, "delay_wgrad_compute", delay_wgrad_compute),
-            before_bias=self.after,
+            self.rows,
+            device="meta",
             dtype=dtype,
-            saves_original=flag(op, "save_original_input", save_original_input),
+            accumulate_into_main_grad=into_main_grad,
+            delay_wgrad_compute=flag(op, "delay_wgrad_compute", delay_wgrad_compute),
+            save_original_input=flag(op, "save_original_input", save_original_input),
         )
+        parts: Parts = [(product, {"weight": self.rows_of("weight")}), *[(part, {}) for part in self.after]]
+        return [*parts, (Bias(self.rows, device="meta", dtype=dtype), {"bias": self.rows_of("bias")})] if bias and not return_bias else parts
 
-    def inits(self, init_method: Init | None) -> dict[str, Init | None]:
-        """What draws each weight."""
-        return dict.fromkeys(self._rows_of("weight"), init_method)
+    def rows_of(self, operand: str) -> Rows:
+        """The rows of the operand, or of each of its parts."""
+        return rows_of_parts(operand, self.split, self.rows)
 
-    def bias_rows(self) -> Rows:
-        """The parts of the bias."""
-        return self._rows_of("bias")
+    def build(
+        self, module: Any, parts: Parts, init_method: Init | None, bias: bool, return_bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Has a module take parts with the product among them."""
+        inits, result_bias = dict.fromkeys(self.rows_of("weight"), init_method), ("bias", self.rows_of("bias"))
+        module._build(parts, bias=bias, return_bias=return_bias, inits=inits, result_bias=result_bias, device=device, dtype=dtype)
 
-    def _rows_of(self, operand: str) -> Rows:
-        names = names_of(operand, self.split)
-        return names if isinstance(names, Mapping) else {names: self.rows}
+
+def rows_of_parts(operand: str, split: Rows | None, rows: int = 0) -> Rows:
+    """By name the rows of each part of an operand, or its own."""
+    return {operand: rows} if split is None else {f"{part}_{operand}": size for part, size in split.items()}
 
 
 class OneProduct:
@@ -100,12 +101,12 @@ class OneProduct:
     @property
     def weight_names(self: Any) -> tuple[str, ...]:
         """The names of the weight, or of its parts."""
-        return tuple(_each("weight", self.parameters_split))
+        return tuple(rows_of_parts("weight", self.parameters_split))
 
     @property
     def bias_names(self: Any) -> tuple[str, ...]:
         """The names of the bias, or of its parts."""
-        return tuple(_each("bias", self.parameters_split))
+        return tuple(rows_of_parts("bias", self.parameters_split))
 
     def _sharded_dimensions(self: Any) -> dict[str, int]:
         if self.tp_size == 1:
@@ -134,11 +135,6 @@ class OneProduct:
         if fp8_output is not False or fp8_grad is not False:
             at_default(self._get_name(), False, fp8_output=fp8_output, fp8_grad=fp8_grad)
         return self._outputs(inp, _run, is_first_microbatch)
-
-
-def _each(operand: str, split: Rows | None) -> list[str]:
-    names = names_of(operand, split)
-    return [names] if isinstance(names, str) else [*names]
 
 
 def split_repr(module: Any) -> str:
@@ -233,24 +229,14 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
         """
         op = self._get_name()
-        at_default(op, symmetric_ar_type=symmetric_ar_type)
-        at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
-        at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
+        check_one_value(op, locals())
         sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
         torch.nn.Module.__init__(self)
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.name = name
         sizes.give(self)
         made = sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, save_original_input)
-        self._build(
-            [*[(part, {}) for part in sizes.before], *made],
-            bias=bias,
-            return_bias=return_bias,
-            inits=sizes.inits(init_method),
-            result_bias=("bias", sizes.bias_rows()),
-            device=device,
-            dtype=params_dtype,
-        )
+        sizes.build(self, [*[(part, {}) for part in sizes.before], *made], init_method, bias, return_bias, device, params_dtype)
 
     def extra_repr(self) -> str:
         parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
@@ -258,5 +244,3 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
 
 
 Linear._library_forward = Linear.forward  # so that containers take the parts into their pipelines
-
-__all__ = ["Linear", "OneProduct", "Sizes", "split_repr"]

@@ -84,6 +84,3 @@ class RMSNorm(_Norm, ops.RMSNorm):
     def reset_rms_norm_parameters(self) -> None:
         """The older name of `reset_parameters`."""
         self.reset_parameters()
-
-
-__all__ = ["LayerNorm", "RMSNorm"]

@@ -9,17 +9,30 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, ops
-from tandem.quantized.weights import in_microbatch
 from tandem.modules.attention import MultiheadAttention, Window, check_unused, check_window, set_group_inside
-from tandem.modules.base import Init
+from tandem.modules.base import Init, check_one_value
 from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.norm import LayerNorm, RMSNorm
 from tandem.ops import hooks
-from tandem.ops.arguments import Fixed, at_default, flag
+from tandem.ops.arguments import Fixed, flag
+from tandem.quantized.weights import in_microbatch
 
 
 _FORWARD = MultiheadAttention.forward
+
+# Arguments of the constructor: those of the attention and of the MLP, and those of the attention alone with their names there.
+_OF_BOTH = (
+    *("tp_group", "tp_size", "get_rng_state_tracker", "sequence_parallel", "set_parallel_mode", "fuse_wgrad_accumulation", "init_method"),
+    *("output_layer_init_method", "normalization", "zero_centered_gamma", "bias", "params_dtype", "device"),
+)
+_SAME_IN_ATTENTION = (
+    *("kv_channels", "attention_dropout", "layernorm_epsilon", "layer_number", "window_size", "num_gqa_groups", "fuse_qkv_params"),
+    *("qkv_weight_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope", "rotary_pos_interleaved", "softmax_type"),
+)
+_OF_ATTENTION = {**{name: name for name in _SAME_IN_ATTENTION}, "self_attn_mask_type": "attn_mask_type", "attn_input_format": "qkv_format"}
+# How what `ub_tp_comm_overlap` says is done, which says nothing without it; and what the attention refuses.
+_UNCHECKED = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "softmax_type")
 
 
 class Tail:
@@ -150,48 +163,13 @@ class TransformerLayer(torch.nn.Module):
             apply_residual_connection_post_layernorm: False, likewise.
             drop_path_rate: 0, likewise.
         """
+        given = locals()
         super().__init__()
         op = self._get_name()
-        at_default(op, False, parallel_attention_mlp=parallel_attention_mlp, ub_tp_comm_overlap=ub_tp_comm_overlap)
-        at_default(op, False, apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm)
-        at_default(op, "encoder", layer_type=layer_type)
-        at_default(op, 0.0, drop_path_rate=drop_path_rate)
-        shared: dict[str, Any] = {
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "sequence_parallel": sequence_parallel,
-            "set_parallel_mode": set_parallel_mode,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-        }
-        self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            kv_channels,
-            attention_dropout,
-            layernorm_epsilon,
-            layer_number=layer_number,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            num_gqa_groups=num_gqa_groups,
-            input_layernorm=not output_layernorm,
-            fuse_qkv_params=fuse_qkv_params,
-            qkv_weight_interleaved=qkv_weight_interleaved,
-            qkv_format=attn_input_format,
-            qk_norm_type=qk_norm_type,
-            qk_norm_eps=qk_norm_eps,
-            qk_norm_before_rope=qk_norm_before_rope,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            softmax_type=softmax_type,
-            **shared,
-        )
+        check_one_value(op, given, but=_UNCHECKED)
+        shared: dict[str, Any] = {name: given[name] for name in _OF_BOTH}
+        of_attention: dict[str, Any] = {own: given[name] for name, own in _OF_ATTENTION.items()}
+        self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, input_layernorm=not output_layernorm, **of_attention, **shared)
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, activation_params=activation_params, **shared
         )
@@ -355,6 +333,3 @@ class TransformerLayer(torch.nn.Module):
                 )
         y: torch.Tensor = tail.pipeline(context, hidden_states)
         return y
-
-
-__all__ = ["TransformerLayer"]
