@@ -129,6 +129,3 @@ ATTENTION: tuple[Row, ...] = (
     ),
     Row("attention", _attended(*(Columns(name, x) for name in _NAMES)), _of_one, _READ_INSIDE),
 )
-
-
-__all__ = ["ATTENTION"]

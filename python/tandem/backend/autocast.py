@@ -26,6 +26,3 @@ def note_autocast(graph: GraphModule, is_on: bool) -> None:
         elif is_recomputed(node):
             note_autocast(graph.get_submodule(node.args[0].target), is_on)
         node.meta["is_autocast"] = is_on
-
-
-__all__ = ["note_autocast"]

@@ -115,6 +115,3 @@ def _cut_before(head: Node, terms: Terms) -> bool:
         handed_on.replace_all_uses_with(head)
         graph.erase_node(handed_on)
     return True
-
-
-__all__ = ["kept_results", "prepare_losses"]

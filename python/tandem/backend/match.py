@@ -184,6 +184,3 @@ def _joined(found: dict[Node, list[Found]], terms: Terms, options: Options) -> d
             del found[node]
         found[nodes[-1]] = [Found("products of one x", parts[0].x, tuple(nodes), both, covered, module=parts[0].module)]
     return found
-
-
-__all__ = ["TABLE", "Found", "Left", "find", "module_of"]

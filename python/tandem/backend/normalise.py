@@ -446,7 +446,3 @@ def users(node: Node, terms: Terms) -> Iterator[Node]:
             yield from users(user, terms)
         else:
             yield user
-
-
-__all__ = ["PRODUCTS", "Term", "Terms", "changes_state", "checkpointed", "computed_of", "fixed", "has_shape", "is_of_model", "memory_of"]
-__all__ += ["number_of", "tensors_of_model", "users", "value_of"]

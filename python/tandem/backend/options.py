@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
-from tandem.regions.memory_budget import budget_text
 from tandem.recipe import Recipe
+from tandem.regions.memory_budget import budget_text
 
 
 def _advice(name: object, known: Sequence[str]) -> str:
@@ -96,6 +96,3 @@ class GivenOptions(TypedDict, total=False):
     logits: bool
     verify: bool
     require: float | None
-
-
-__all__ = ["GivenOptions", "Options"]

@@ -166,6 +166,3 @@ def _all(pairs: list[tuple[Pattern, Any]], terms: Terms, bound: Bound) -> Iterat
     (pattern, node), *rest = pairs
     for each in pattern.match(node, terms, bound):
         yield from _all(rest, terms, each)
-
-
-__all__ = ["Bound", "Call", "Columns", "Either", "Named", "Number", "Pattern", "Rounded", "Unsqueezed", "Var", "Wide"]

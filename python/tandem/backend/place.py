@@ -295,6 +295,3 @@ def _in_order(graph: GraphModule) -> None:
     for node in order:
         last.append(node)
         last = node
-
-
-__all__ = ["Call", "is_call", "is_result_of_call", "put"]

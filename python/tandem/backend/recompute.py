@@ -15,8 +15,8 @@ import torch.utils.checkpoint
 from torch.fx import GraphModule, Node
 
 from tandem import _C
-from tandem.regions.autocast import autocast
 from tandem.recipe import Recipe
+from tandem.regions.autocast import autocast
 
 _NAMES = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _OPTIONS = {"determinism_check", "debug", "preserve_rng_state"}  # of torch's function, that count here
@@ -110,6 +110,3 @@ def region(recipe: Recipe) -> Iterator[None]:
         if _here.made is not None:
             _here.made.append(_C.region_now())
         yield
-
-
-__all__ = ["Recomputed", "is_recomputed", "put", "region"]

@@ -103,6 +103,3 @@ def _needs(node: Node, region: Region, owner: dict[Node, Region], terms: Terms) 
         return of.reads() if terms.order[of.last.outs[-1]] > begin else []
 
     return any(owner.get(each) is region for each in computed_of([node], reads))
-
-
-__all__ = ["WORTH_NO_PIPELINE", "Region", "regions"]

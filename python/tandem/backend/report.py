@@ -230,6 +230,3 @@ def _tensors(model: torch.nn.Module) -> dict[int, torch.Tensor]:
         groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in module._get_fsdp_state()._fsdp_param_groups]
         found += [whole for group in groups for each in group.fsdp_params if (whole := getattr(each, "_unsharded_param", None)) is not None]
     return {id(tensor): tensor for tensor in found}
-
-
-__all__ = ["Report", "note", "noting", "pipelines_of", "products_of", "reports_of", "told", "warn_of_high_precision"]

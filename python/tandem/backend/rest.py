@@ -63,6 +63,3 @@ class _Compiled(torch.nn.Module):
         from torch._inductor.compile_fx import compile_fx
 
         self.__dict__["forward"] = compile_fx(piece, [value_of(node) for node in piece.graph.find_nodes(op="placeholder")])
-
-
-__all__ = ["runner"]

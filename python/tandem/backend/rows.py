@@ -281,6 +281,3 @@ ROWS: tuple[Row, ...] = (
     Row("bias", x + Var("bias", 1), _bias),
     Row("sum", x + other, _sum),
 )
-
-
-__all__ = ["ACTIVATIONS", "ROWS", "Activation", "Op", "Row", "Weight", "of_unit_size", "product"]

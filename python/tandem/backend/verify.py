@@ -121,6 +121,3 @@ def _grads(results: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], wanti
 def _reads(node: Node) -> list[Node]:
     """What a node is computed of, where dropout drops nothing."""
     return [next(iter(node.args), node.kwargs.get("input"))] if node.target in _DROPOUTS else node.all_input_nodes
-
-
-__all__ = ["Reference"]

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from tandem.quantized.formats import Float8CurrentScalingQuantizer
-from tandem.quantized.tensor import QuantizedTensor
 from tandem.ops.arguments import flag
 from tandem.ops.context import OperationContext
 from tandem.ops.op import BasicOperation
+from tandem.quantized.formats import Float8CurrentScalingQuantizer
+from tandem.quantized.tensor import QuantizedTensor
 
 _INTERLEAVE = "glu_interleave_size"
 

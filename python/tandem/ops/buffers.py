@@ -118,6 +118,3 @@ def given(ops: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> tuple[
             modes.append((index, tuple([option for option, _ in written])))
             tensors += [tensor for _, tensor in written]
     return others, Modes(given=tuple(modes)), tensors
-
-
-__all__ = ["Delayed", "Modes", "check_takes", "given", "note_graph"]

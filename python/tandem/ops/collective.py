@@ -162,6 +162,3 @@ class CollectivesMixin:
         super()._capture(changes)  # type: ignore[misc]  # of BasicOperation
         for part in self._collectives():
             part._capture(changes)
-
-
-__all__ = ["AllGather", "AllReduce", "CollectivesMixin", "ReduceGradient", "ReduceScatter", "checked_group", "collectives", "group_named", "share"]

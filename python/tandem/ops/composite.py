@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import Self
 
-from tandem.quantized.init import forget_init
 from tandem.ops.changes import Changes, add_watcher
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.directions import PartsMixin
 from tandem.ops.op import BasicOperation, FusedOperation
+from tandem.quantized.init import forget_init
 
 
 class Shared(MutableMapping[str, Any]):
@@ -109,6 +109,3 @@ class CompositeOperation(PartsMixin, DeferredMixin, FusedOperation):
         add_watcher(self, changes)
         for part in self.basic_ops:  # which stay those that they are
             part._capture(changes)
-
-
-__all__ = ["CompositeOperation", "Parts", "Shared"]

@@ -224,6 +224,3 @@ def register_fusion(
     """
     declared = DeclaredFusion(name, pattern, forward, backward, refuse)
     return register_ruled(declared.pass_name, declared, prepend)
-
-
-__all__ = ["register_fusion"]

@@ -89,6 +89,3 @@ def materialize(modules: Iterable[Any], device: torch.device) -> None:
                 param.copy_(value)
             quantize_weights(module)
             module.__dict__["_deferred"] = False
-
-
-__all__ = ["DeferredMixin", "deferred", "materialize"]

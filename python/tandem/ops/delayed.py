@@ -78,6 +78,3 @@ def product_into_main_grad(weight: Any, left: Entry) -> None:
     is_added = not left.is_first and not getattr(weight, "overwrite_main_grad", False)
     _C.add_left_grad_weight(list(left), main_grad.take(weight), is_added)
     add_gradient(weight, main_grad.stand_in(weight))
-
-
-__all__ = ["DelayedMixin", "add_gradient", "add_to_main_grad", "product_into_main_grad"]

@@ -398,6 +398,3 @@ def _parts_backward(
         grad_params.insert(0, own_params)
         grad_inputs.insert(0, own_inputs)
     return grad, grad_params, grad_inputs
-
-
-__all__ = ["Call", "DirectionsMixin", "Draws", "PartsMixin", "drawing"]

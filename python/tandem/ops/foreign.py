@@ -62,6 +62,3 @@ def pieces(now: Prepared, products: tuple[int, ...], run_of: Callable[..., Any])
         begin = at + 1
     found: Pieces = now.cuts.setdefault(key, Pieces(made, [now.basic_ops[at] for at in products]))
     return found
-
-
-__all__ = ["Pieces", "has_own_product", "own_products", "pieces"]

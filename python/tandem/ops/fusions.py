@@ -372,11 +372,3 @@ def _check_directions(op: FusedUnit, pass_name: str, name: str) -> None:
         raise TypeError(f"{name}: expected {op._get_name()} with a forward, got none. Define fuser_forward, or fuser_forward_compute and fuser_forward_save_ctx.")
     if pass_name in ("joint", "backward") and type(op).fuser_backward is Unit.fuser_backward:
         raise TypeError(f"{name}: expected {op._get_name()} with a backward, got none. Define fuser_backward.")
-
-
-__all__ = [
-    "FusionHandle",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
-    "register_forward_fusion",
-]

@@ -192,6 +192,3 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
 def _seed_of(text: str, device: torch.device) -> torch.Tensor:
     """What a quantizer is given that rounds by chance; an empty tensor for others."""
     return torch.randint(torch.iinfo(torch.int64).max, (), device=device) if ":sr=1" in text else torch.empty(0)
-
-
-__all__ = ["GroupedLinear"]

@@ -32,6 +32,3 @@ def number_of(prepared: Any) -> int:
     for watcher in watchers:
         watcher.pipelines[number] = weakref.ref(prepared)
     return number
-
-
-__all__ = ["close_for", "number_of", "open_for", "watchers"]

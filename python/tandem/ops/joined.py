@@ -14,8 +14,8 @@ import torch
 from typing_extensions import Self
 
 from tandem import _C
-from tandem.quantized.tensor import QuantizedTensor, distinct
 from tandem.ops.foreign import has_own_product
+from tandem.quantized.tensor import QuantizedTensor, distinct
 
 Split = Mapping[str, int] | Sequence[str]
 
@@ -211,6 +211,3 @@ class JoinedMixin:
         if joined and name in joined:
             return together([getattr(self, each) for each in joined[name]], f"{type(self).__name__}.{name}")
         return super().__getattr__(name)  # type: ignore[misc]
-
-
-__all__ = ["JoinedMixin", "Split", "bring_together", "laid_together", "split_sizes", "together"]

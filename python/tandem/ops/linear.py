@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from tandem import _C
-from tandem.quantized.init import note_init, quantize_weights, quantized_model_init
 from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
 from tandem.ops.buffers import Entry
 from tandem.ops.checkpoint import rename
@@ -23,6 +22,7 @@ from tandem.ops.directions import Call
 from tandem.ops.joined import JoinedMixin, Split, laid_together, split_sizes
 from tandem.ops.op import BasicOperation
 from tandem.ops.unit import drop_extra_state
+from tandem.quantized.init import note_init, quantize_weights, quantized_model_init
 
 
 class BasicLinear(CollectivesMixin, JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):

@@ -98,6 +98,3 @@ def buffers(places: Sequence[tuple[torch.nn.Module, str]]) -> list[torch.Tensor]
         for param in params:
             announce(param)
     return [buffer(param) for param in params]
-
-
-__all__ = ["absorb", "announce", "buffer", "buffers", "in_first_microbatch", "modes", "stand_in", "take"]

@@ -9,13 +9,13 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
+from tandem.compilers.tracing import extras_of_fx_root
 from tandem.ops.buffers import check_takes
 from tandem.ops.changes import Changes
 from tandem.ops.context import OperationContext
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import NO_EXTRAS, OpRun
 from tandem.ops.styles import PREFIXES, call_accepting, style_of
-from tandem.compilers.tracing import extras_of_fx_root
 from tandem.ops.unit import BasicUnit, FusedUnit, Unit
 
 

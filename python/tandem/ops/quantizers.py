@@ -41,6 +41,3 @@ def quantizer_of(op: Any, mode: str, index: int) -> Quantizer | None:
         made.scale = torch.ones(1) if held is None else held.scale[slot : slot + 1]
         made.amax = torch.zeros(1) if held is None else held.amax_history[0, slot : slot + 1]
     return made
-
-
-__all__ = ["check_mode", "quantizer_of"]

@@ -14,13 +14,13 @@ import torch
 from typing_extensions import Self
 
 from tandem import _C, recipe_state
-from tandem.report.picture import step_times, told
-from tandem.quantized.tensor import QuantizedTensor
 from tandem.ops.foreign import Pieces
 from tandem.ops.joined import are_adjacent
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import Cut, OpRun
 from tandem.ops.unit import Unit
+from tandem.quantized.tensor import QuantizedTensor
+from tandem.report.picture import step_times, told
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.quantized.parameters import is_shared
 from tandem.ops import buffers, foreign, shards
 from tandem.ops.changes import Changes, structure
 from tandem.ops.cut import Piece, Wiring, pieces, reasons
@@ -22,6 +21,7 @@ from tandem.ops.places import places
 from tandem.ops.prepared import Bindings, Kwargs, Outputs, Prepared, own_call, wrong_count
 from tandem.ops.terms import Terms
 from tandem.ops.unit import Unit
+from tandem.quantized.parameters import is_shared
 
 Tensors = tuple[torch.Tensor, ...]
 NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not

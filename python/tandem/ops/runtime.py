@@ -12,15 +12,15 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
-from tandem.quantized.formats import Float8Quantizer
-from tandem.quantized.tensor import QuantizedTensor, assembled, in_directions
-from tandem.quantized.quantizer import quantizer_of_text
 from tandem.ops import fusions, python_op
 from tandem.ops.context import OperationContext
 from tandem.ops.directions import Call, drawing
 from tandem.ops.ghost import ghost_of
 from tandem.ops.places import Names, holding, names, views_stand_in
 from tandem.ops.unit import BasicUnit
+from tandem.quantized.formats import Float8Quantizer
+from tandem.quantized.quantizer import quantizer_of_text
+from tandem.quantized.tensor import QuantizedTensor, assembled, in_directions
 from tandem.recipe_state import history_length
 
 Tensors = Sequence[torch.Tensor | None]

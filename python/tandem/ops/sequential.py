@@ -11,18 +11,18 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
-from tandem.regions.memory_budget import budget_text
+from tandem.compilers.tracing import extras_of_fx_root
 from tandem.ops.arguments import whole
 from tandem.ops.buffers import check_takes
-from tandem.ops.op import FusibleOperation
-from tandem.ops.prepared import Outputs
-from tandem.ops.reporting import ReportingMixin
-from tandem.ops.terms import Terms
-from tandem.ops.run import NO_EXTRAS, OpRun
-from tandem.compilers.tracing import extras_of_fx_root
 from tandem.ops.changes import Changes, capture, watch
 from tandem.ops.cut import wirings
 from tandem.ops.fuser import OperationFuser
+from tandem.ops.op import FusibleOperation
+from tandem.ops.prepared import Outputs
+from tandem.ops.reporting import ReportingMixin
+from tandem.ops.run import NO_EXTRAS, OpRun
+from tandem.ops.terms import Terms
+from tandem.regions.memory_budget import budget_text
 
 Runs = list[OpRun | torch.nn.Module]
 _NOTHING = Changes()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem.quantized.parameters import is_shared
 from tandem.ops.unit import BasicUnit, Unit
+from tandem.quantized.parameters import is_shared
 
 _PRODUCTS = ("basic_linear", "grouped_linear")
 
@@ -86,6 +86,3 @@ def check_rules(ops: Sequence[BasicUnit], error: NotImplementedError) -> None:
                 f"{op._holder._get_name()}: expected a torch.Tensor under a recipe, as quantizers have no sharding rule, got a DTensor. Build the Linear "
                 "with tensor_parallel_mode, or call it without a recipe."
             )
-
-
-__all__ = ["check_columns", "check_parts", "check_rules", "cut_product", "has_parts_of_ranks"]

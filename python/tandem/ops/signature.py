@@ -93,6 +93,3 @@ def signature_of(kind: str) -> Signature:
     fields["options"] = tuple(Option(**tuples(option)) for option in fields["options"])
     fields["parameters"] = tuple(Parameter(**tuples(parameter)) for parameter in fields["parameters"])
     return Signature(**fields)
-
-
-__all__ = ["Option", "Parameter", "Signature", "Size", "signature_of"]

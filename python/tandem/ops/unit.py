@@ -14,9 +14,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
 from tandem import _C
-from tandem.quantized.init import loading
-from tandem.quantized.state_dict import load_parts, save_parts
-from tandem.quantized.quantizer import Quantizer
 from tandem.ops.arguments import flag
 from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
 from tandem.ops.channels import ChannelsMixin
@@ -25,6 +22,9 @@ from tandem.ops.context import OperationContext
 from tandem.ops.directions import DirectionsMixin
 from tandem.ops.quantizers import check_mode, quantizer_of
 from tandem.ops.signature import signature_of
+from tandem.quantized.init import loading
+from tandem.quantized.quantizer import Quantizer
+from tandem.quantized.state_dict import load_parts, save_parts
 from tandem.recipe_state import RecipeState, prepare_to_load
 
 _EXTRA_STATE = "_extra_state"

@@ -81,6 +81,3 @@ def fit(held: Held, specs: Specs, params: Sequence[torch.Tensor]) -> str:
 def stamps(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Which of them are stamps: no other part of a workspace has their dtype."""
     return tuple([at for at, tensor in enumerate(tensors) if tensor.dtype == torch.int64])
-
-
-__all__ = ["Held", "Specs", "fit", "known", "note", "plain", "stamps", "watch"]

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from tandem.ops.arguments import at_default, check_amax_group
-from tandem.quantized.parts import PARTS
-from tandem.quantized.tensor import QuantizedTensor, assembled
-from tandem.quantized.views import ZEROS, Zeros, rows_of
 from tandem.quantized.quantizer import Quantizer, quantizer_of_text
+from tandem.quantized.tensor import QuantizedTensor
+from tandem.quantized.views import ZEROS, Zeros, rows_of
 
 _FP4_ROWS = 16  # of a block of NVFP4 along columns
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -90,10 +89,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
             return super()._quantized(x)
         amax = _amax_of_all(x, self._amax_group)
         codes = super()._quantized(torch.cat([x.reshape(-1), amax]))  # one more number, so that the scale is that of all
-        parts = [getattr(codes, name) for name in PARTS]
-        data = next(part for name, part in zip(PARTS, parts, strict=True) if name.endswith("data") and part is not None)[:-1].view(x.shape).clone()
-        made = [data if name.endswith("data") and part is not None else part for name, part in zip(PARTS, parts, strict=True)]
-        return assembled(made, self, x.dtype, x.shape)
+        return codes._with(lambda part: part[:-1].view(x.shape).clone() if part.dtype == torch.uint8 else part, shape=x.shape)
 
     def _has_scale_of_all(self) -> bool:
         return True

@@ -14,9 +14,9 @@ from tandem import _C
 from tandem.ops.arguments import flag
 from tandem.quantized.parameters import codes_of, for_share, in_codes, is_shared, keep_numbers, keeps_numbers, local_of, numbers_of, write
 from tandem.quantized.parts import PARTS, rows_of_blocks
+from tandem.quantized.quantizer import Quantizer, quantizer_of_text
 from tandem.quantized.tensor import QuantizedTensor
 from tandem.quantized.views import FIRST_NUMBERS
-from tandem.quantized.quantizer import Quantizer, quantizer_of_text
 from tandem.recipe import Float8CurrentScaling, Recipe
 from tandem.recipe.base import check_recipe
 

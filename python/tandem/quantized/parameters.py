@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from tandem.quantized.quantizer import Quantizer
 from tandem.quantized.tensor import OF_A_RANK, QuantizedTensor
 from tandem.quantized.views import FIRST_NUMBERS
-from tandem.quantized.quantizer import Quantizer
 
 
 def codes_of(param: Any) -> QuantizedTensor | None:

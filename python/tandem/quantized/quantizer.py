@@ -11,9 +11,9 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
+from tandem.compilers.tracing import constant_while_traced
 from tandem.quantized.parts import DTYPES
 from tandem.quantized.tensor import QuantizedTensor, in_directions
-from tandem.compilers.tracing import constant_while_traced
 
 
 class Quantizer:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tandem.quantized.parts import PARTS, matrix_rows, sizes_of_parts
-from tandem.quantized.tensor import QuantizedTensor, assembled, distinct
 from tandem.quantized.quantizer import quantizer_of_text
+from tandem.quantized.tensor import QuantizedTensor, assembled, distinct
 
 _QUANTIZER = "quantizer"  # under which a state dict holds the text, as bytes
 _TEXT_BYTES = 64  # at least, so that a checkpoint in another format can be read in place

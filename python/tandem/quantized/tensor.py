@@ -204,11 +204,12 @@ class QuantizedTensor(torch.Tensor):
         x[index] = value
         self.quantize_(x)
 
-    def _with(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
-        changed: dict[int, torch.Tensor] = {}
-        parts = [getattr(self, name) for name in PARTS]
-        made = [None if part is None else changed.setdefault(id(part), change(part)) for part in parts]
-        return self._of(made, dtype=dtype)
+    def _with(
+        self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
+    ) -> QuantizedTensor:
+        """Another one of parts that are changed, one of both directions once."""
+        changed = {id(part): change(part) for part in distinct(self).values()}
+        return self._of([changed.get(id(getattr(self, name))) for name in PARTS], shape, dtype)
 
     def _of(self, parts: Sequence[torch.Tensor | None], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
         """Another one like this, in the order of PARTS."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from tandem import _C
-from tandem.quantized.tensor import QuantizedTensor, in_directions
 from tandem.quantized.quantizer import Quantizer
+from tandem.quantized.tensor import QuantizedTensor, in_directions
 
 _SAID = {None: 0, True: 1, False: 2}  # by is_first_microbatch
 

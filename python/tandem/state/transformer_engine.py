@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tandem.quantized.tensor import QuantizedTensor
 from tandem.modules.attention import RotaryPositionEmbedding
 from tandem.ops.unit import Unit
+from tandem.quantized.tensor import QuantizedTensor
 from tandem.recipe_state import NAME
 
 
