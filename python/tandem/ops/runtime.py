@@ -25,6 +25,7 @@ from tandem.recipe_state import history_length
 
 Tensors = Sequence[torch.Tensor | None]
 Asked = tuple[bool, list[list[bool]], list[list[bool]]]  # which gradients: of x, of the parameters of each op, of its extra inputs
+_NOT_NOTED = contextlib.nullcontext(None)  # draws of an op by itself
 _QUANTIZERS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
 
@@ -262,7 +263,7 @@ class Runtime:
             _check_parameters(basic)
         contexts = [OperationContext(requires_grad=save) for _ in basics]
         named = _names_of(basics, params)
-        own_code, noted = python_op.own_code(_own(target, basics)), drawing() if fused is not None else contextlib.nullcontext(None)
+        own_code, noted = python_op.own_code(_own(target, basics)), drawing() if fused is not None else _NOT_NOTED
         with _telling_of_constants(op), _standing_in(basics, params, named), own_code, noted as draws:
             y, extra_outputs = _run_forward(op, contexts, x, extras, [dict(own or {}) for own in given])
         outputs: list[Tensors] = [tuple(group) for group in extra_outputs]

@@ -211,6 +211,10 @@ class QuantizedTensor(torch.Tensor):
         changed = {id(part): change(part) for part in distinct(self).values()}
         return self._of([changed.get(id(getattr(self, name))) for name in PARTS], shape, dtype)
 
+    def _again(self) -> QuantizedTensor:
+        """Another one of the same parts."""
+        return self._of([getattr(self, name) for name in PARTS])
+
     def _of(self, parts: Sequence[torch.Tensor | None], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
         """Another one like this, in the order of PARTS."""
         return assembled(parts, self.quantizer, dtype or self.dtype, self.shape if shape is None else shape)
@@ -219,7 +223,7 @@ class QuantizedTensor(torch.Tensor):
         """As of other tensors, whose own looks for their memory."""
         if id(self) in memo or not self.is_leaf:
             return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        made = self._with(lambda part: part)
+        made = self._again()
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         memo[id(self)] = made.requires_grad_(self.requires_grad)
         made.grad = copy.deepcopy(self.grad, memo)

@@ -176,7 +176,7 @@ def _like(x: Any, made: Any, tells_first: bool = True) -> Any:
 
 
 def _same(x: Any) -> Any:
-    return _like(x, x._with(lambda part: part))
+    return _like(x, x._again())
 
 
 def _converted(x: Any, *, dtype: torch.dtype | None = None, device: Any = None, **unused: Any) -> Any:
@@ -285,7 +285,7 @@ def _empty(x: Any, dtype: torch.dtype | None = None, device: Any = None, **unuse
 
 def _strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     is_all = list(size) == list(x.shape) and list(stride) == list(x.stride()) and not offset
-    return _like(x, x._with(lambda part: part), tells_first=False) if is_all else None
+    return _like(x, x._again(), tells_first=False) if is_all else None
 
 
 def _unsqueezed(x: Any, dim: int) -> torch.Tensor | None:
