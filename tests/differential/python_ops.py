@@ -11,6 +11,8 @@ import tandem.ops as ops
 class Weighted(ops.BasicOperation):
     """y = 1.5 x weight, split style."""
 
+    fuser_options = ("factor",)
+
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.factor = 1.5

@@ -8,6 +8,8 @@ import tandem.ops as ops
 class SplitScale(ops.BasicOperation):
     """y = x * factor * weight, in the split style."""
 
+    fuser_options = ("factor",)
+
     def __init__(self, factor=2.0):
         super().__init__()
         self.factor = factor
@@ -28,6 +30,8 @@ class SplitScale(ops.BasicOperation):
 class WholeSin(ops.BasicOperation):
     """y = sin x, in the one-piece style."""
 
+    fuser_options = ()
+
     def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, shift=0.0):
         ctx.save_for_backward(input_)
         ctx.shift = shift
@@ -41,6 +45,7 @@ class WholeSin(ops.BasicOperation):
 class SplitSwap(ops.BasicOperation):
     """y = 2 extra, extra output = 3 x."""
 
+    fuser_options = ()
     num_extra_inputs = 1
     num_extra_outputs = 1
 

@@ -287,33 +287,6 @@ def test_export_of_both_directions():
     _export_forward_backward(torch.export.export(model, (x,), strict=False))
 
 
-def test_ops_of_equal_source_and_options_have_one_description():
-    from tandem.ops import python_op
-
-    class Configured(WholeSin):
-        def __init__(self, option):
-            super().__init__()
-            self.option = option
-
-        def read(self):
-            return self.option
-
-    def key(op):
-        return python_op.fingerprint(op)
-
-    assert key(SplitScale(2.0)) == key(SplitScale(2.0)) != key(SplitScale(3.0))
-    assert key(Configured((1, "a", None, 2.5))) == key(Configured((1, "a", None, 2.5)))
-    assert key(Configured(1)) != key(Configured(True)) and key(Configured([1])) != key(Configured((1,)))
-    assert key(Configured({"a": torch.float32})) != key(Configured({"a": torch.float64}))
-    assert key(Configured(object())) != key(Configured(object()))  # what cannot be told is never shared
-    assert key(SplitScale()) != key(SplitScale().eval())
-    namespace = {"ops": ops}
-    exec("class Sourceless(ops.BasicOperation):\n  def op_forward(self, ctx, input_, **_): return input_", namespace)  # noqa: S102
-    assert key(namespace["Sourceless"]()) == key(namespace["Sourceless"]())  # bytecode needs no source
-    declared = type("Declared", (Configured,), {"fuser_options": ()})
-    assert key(declared(object())) == key(declared(object()))  # which says that its attributes do not matter
-
-
 def test_a_parameter_that_is_none_is_told_as_in_eager(fresh_dynamo):
     box, x = ops.Sequential(ops.Linear(8, 8)), torch.randn(2, 8)
     box[0].bias = None

@@ -19,7 +19,7 @@ class {name}(tandem.ops.BasicOperation):
     def op_backward(self, ctx, grad_output):
         return grad_output * {factor}, ()
 """
-# What its factor is written as. No fingerprint sees the environment.
+# What its factor is written as. Both processes know the op by the same number, and it has no attributes.
 OPS = {"Changed": "{factor}", "Global": "FACTOR", "Environment": 'float(os.environ["FACTOR"])', "Unchanged": "2.0"}
 
 # One graph for each op, so that each is found or not found by itself.

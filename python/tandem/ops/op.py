@@ -73,8 +73,10 @@ class FusibleOperation(Unit):
 class BasicOperation(BasicUnit, FusibleOperation):
     """One operation. Subclasses written in Python define a forward in one of two styles (see `tandem.ops.styles`) and `op_backward`.
 
-    What a subclass computes with, besides tensors, should be plain attributes (numbers, texts, tuples of them); `fuser_options` names
-    them where others are set too. Compiled code of two ops is shared exactly if their source and these attributes are equal.
+    Compiled code knows an op that is written in Python by which object it is: each op is compiled by itself, and again when one of its attributes has
+    another value. Ops of a class that declares `fuser_options`, the names of attributes with plain values (numbers, texts, None, lists of them), share
+    compiled code where these values are equal; a subclass declares anew. Neither sees globals, closures, class attributes and methods that are replaced,
+    or what changes inside an object: call `torch.compiler.reset()` after such a change.
     """
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _run: OpRun | None = None, **kwargs: Any) -> Outputs:

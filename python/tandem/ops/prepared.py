@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, recipe_state
-from tandem.ops import fingerprint, fusions, hooks, inspected, main_grad, python_op, workspaces
+from tandem.ops import fusions, hooks, inspected, main_grad, python_op, workspaces
 from tandem.ops.buffers import Modes, note_graph
 from tandem.ops.changes import Changes, structure
+from tandem.ops.identity import identity
 from tandem.ops.places import Place, places
 from tandem.ops.terms import Terms
 from tandem.compilers.tracing import constant_while_traced
@@ -401,7 +403,7 @@ class Prepared:
         """All that a description depends on, but the arguments of `text`. Dynamo guards it: equal texts share compiled code."""
         token = self.token
         made = self._made_by_fusions(_C.in_force.outside_compiled_code)
-        written = tuple([python_op.fingerprint(op) for op in self.python_ops])  # whose options are not watched, but read
+        written = tuple([identity(op) for op in self.python_ops])  # whose attributes are not watched, but read
         key = ("described", structure.native_fusions(), made, written)
         if key not in self.texts:
             flags = tuple([True for _ in self.training_ops])
@@ -515,7 +517,7 @@ class Prepared:
             training=self.library_training(flags, training),
             required_fusions=list(self.terms.required),
             fusions_version=_C.fusions_version() if made else structure.native_fusions(),
-            process=fingerprint.process if made else "",
+            process=uuid.uuid4().hex if made or self.python_ops else "",
             memory_budget=float(budget) if budget else None,
             cache_weights=cache_weights,
         )

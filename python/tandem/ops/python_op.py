@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from tandem.ops import fingerprint as _fingerprint
-from tandem.ops.fingerprint import Fingerprint
+from tandem.ops.identity import check_declared, identity
 from tandem.ops.plain import tell_plain
 from tandem.ops.unit import BasicUnit
 
@@ -27,11 +25,11 @@ class _Key:
 
     def __init__(self, kwargs: _Kwargs, code: str | None) -> None:
         self.kwargs = kwargs
-        self.code = code  # the fingerprint in the key, if it is shared
+        self.code = code  # the identity in the key, if it is one of compiled code
         self.ops: tuple[weakref.ref[BasicUnit], ...] = ()  # newest first
 
 
-_MOST_KEYS = 64  # of one op: shared ones change with its code and options, and hold the arguments of a call
+_MOST_KEYS = 64  # of one op: those of compiled code change with its attributes, and hold the arguments of a call
 _live: weakref.WeakValueDictionary[str, _Key] = weakref.WeakValueDictionary()
 _NONE = _Key({}, None)
 _instances: weakref.WeakValueDictionary[str, BasicUnit] = weakref.WeakValueDictionary()
@@ -59,12 +57,14 @@ def instance(instance_id: str) -> BasicUnit | None:
 
 
 def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> tuple[str, str]:
-    """The op in a description: its name and key. Shared, ops with equal code and options have one key, so that compiled code is found again; else the key
-    is this op's own. Its operands are the extra inputs, then parameters, then buffers: all tensors that a compiled call must be given."""
+    """The op in a description: its name and key. Shared, the key has the op's identity, so that equal ops have one; else it is this op's own.
+    Its operands are the extra inputs, then parameters, then buffers: all tensors that a compiled call must be given."""
     place = f"{type(op).__module__}:{type(op).__qualname__}"
     name = f"python:{place}:{op.num_extra_inputs}x{params}x{op.num_extra_outputs}x{buffers}{_dtypes(op)}"
-    code = fingerprint(op) if shared else None
-    key = f"{place}#{code}" if shared else f"{op.instance_id}#{_fingerprint.process}"
+    if shared:
+        check_declared(op)
+    code = identity(op) if shared else None
+    key = f"{place}#{code}" if shared else f"{op.instance_id}#"
     if kwargs:
         key += kwargs_key({0: kwargs}) or ""
     with _naming:
@@ -114,19 +114,19 @@ def live_op(key: str) -> tuple[BasicUnit | None, _Kwargs]:
     found = _live.get(key) or _NONE
     for reference in found.ops:
         op = reference()
-        if op is not None and (found.code is None or _taken(op).is_called(found.code)):
+        if op is not None and (found.code is None or identity(op) == found.code):
             return op, found.kwargs
     return None, found.kwargs
 
 
 def is_shared(key: str) -> bool:
-    """Whether a key is that of all ops with equal code, and so of traced ones."""
+    """Whether a key is one of compiled code."""
     return (_live.get(key) or _NONE).code is not None
 
 
 def has_objects(kwargs: Mapping[int, _Kwargs] | None) -> bool:
     """Whether an argument is no plain value: a tensor, a function, which belong to one call."""
-    return any(tell_plain(value, enums=True) is None for given in (kwargs or {}).values() for value in given.values())
+    return any(tell_plain(value) is None for given in (kwargs or {}).values() for value in given.values())
 
 
 def check_plain(kwargs: Mapping[int, _Kwargs] | None) -> None:
@@ -146,7 +146,7 @@ def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
         return None
 
     def told(value: Any) -> Any:
-        plain = tell_plain(value, enums=True)
+        plain = tell_plain(value)
         return ["object", next(_objects)] if plain is None else plain
 
     return json.dumps({str(i): {name: told(value) for name, value in given.items()} for i, given in kwargs.items()}, sort_keys=True)
@@ -160,26 +160,3 @@ def let_go(ops: Iterable[BasicUnit], keys: Iterable[Any]) -> None:
         with _naming:
             for name in [name for name, key in own.items() if id(key) in gone]:
                 del own[name]
-
-
-def fingerprint(op: BasicUnit) -> str:
-    """Changes with whatever the op's code depends on; no other op has it where that cannot be told. See `tandem.ops.fingerprint`."""
-    return _taken(op).text
-
-
-def _taken(op: BasicUnit) -> Fingerprint:
-    taken: Fingerprint | None = op.__dict__.get("_fingerprint")
-    if taken is None or not taken.holds():
-        taken = op.__dict__["_fingerprint"] = Fingerprint(op)
-    return taken
-
-
-@contextlib.contextmanager
-def own_code(ops: Iterable[BasicUnit]) -> Iterator[None]:
-    """While the ops' own code is traced: what it changes is no change of the ops, or they would be traced again at each call."""
-    taken = [(op, fingerprint) for op in ops if (fingerprint := op.__dict__.get("_fingerprint")) is not None and fingerprint.holds()]
-    try:
-        yield
-    finally:
-        for op, fingerprint in taken:
-            fingerprint.absorb(op.instance_id)

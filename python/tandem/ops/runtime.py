@@ -16,6 +16,7 @@ from tandem.ops import fusions, python_op
 from tandem.ops.context import OperationContext
 from tandem.ops.directions import Call, drawing
 from tandem.ops.ghost import ghost_of
+from tandem.ops.identity import own_code
 from tandem.ops.places import Names, holding, names, views_stand_in
 from tandem.ops.unit import BasicUnit
 from tandem.quantized.formats import Float8Quantizer
@@ -263,9 +264,9 @@ class Runtime:
             _check_parameters(basic)
         contexts = [OperationContext(requires_grad=save) for _ in basics]
         named = _names_of(basics, params)
-        own_code, noted = python_op.own_code(_own(target, basics)), drawing() if fused is not None else _NOT_NOTED
-        with _telling_of_constants(op), _standing_in(basics, params, named), own_code, noted as draws:
-            y, extra_outputs = _run_forward(op, contexts, x, extras, [dict(own or {}) for own in given])
+        own, noted = own_code(_own(target, basics)), drawing() if fused is not None else _NOT_NOTED
+        with _telling_of_constants(op), _standing_in(basics, params, named), own, noted as draws:
+            y, extra_outputs = _run_forward(op, contexts, x, extras, [dict(arguments or {}) for arguments in given])
         outputs: list[Tensors] = [tuple(group) for group in extra_outputs]
         saved: list[Any] = [tuple(context.to_save or ()) if save else () for context in contexts]
         if fused is None and save and python_op.any_fusions():
@@ -325,7 +326,7 @@ class Runtime:
             likes = {"x": [[first]], "extra_inputs": extra_likes}
         if grad_y is None:
             raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
-        with _standing_in(basics, params, named), python_op.own_code(_own(target, basics)):
+        with _standing_in(basics, params, named), own_code(_own(target, basics)):
             try:
                 grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras)
             except (ValueError, AttributeError, TypeError, IndexError) as error:

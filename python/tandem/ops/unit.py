@@ -41,7 +41,7 @@ class Unit(torch.nn.Module):
     _styles: ClassVar[Mapping[str, str]] = {}
     _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
     _library_forward: ClassVar[Any] = None  # what `forward` is where a subclass leaves it alone
-    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_changes", "_alone_plain", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance", "_keys", "_pipelines_of", "_saved", "_watchers")
+    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_changes", "_alone_plain", "_alone_token", "_changes", "_fused_ops", "_identity", "_instance", "_keys", "_pipelines_of", "_saved", "_watchers")
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -203,7 +203,7 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
-    fuser_options: ClassVar[Sequence[str] | None] = None
+    fuser_options: ClassVar[Sequence[str] | None] = None  # of the class itself: the attributes by which its ops are equal in compiled code
     output_dtype: torch.dtype | None = None  # of an op written in Python, where its output has not the dtype to which its tensors promote
     extra_output_dtypes: Sequence[torch.dtype | None] = ()  # the same of its extra outputs
 

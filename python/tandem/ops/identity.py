@@ -1,0 +1,146 @@
+"""What compiled code knows an op by that is written in Python: which object it is, or what its class declares of it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem.ops.hooks import OF_A_MODULE
+from tandem.ops.places import names, views_stand_in
+from tandem.ops.plain import DEEPEST, Told, tell, tell_plain
+from tandem.ops.unit import BasicUnit
+
+_NO_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | frozenset(BasicUnit._VOLATILE) | {  # of a user, which code may read
+    "_compiled_call_impl",
+    "_deferred",
+    "_device",
+    "_extra_input_channels",
+    "_extra_output_channels",
+    "_extra_output_to_caller",
+    "_extra_tensor_channels_locked",
+    "_is_torch_compile",
+    "_made",
+    "_quantized_init",
+    "_runs",
+    "_token",
+}
+_CONTAINERS: dict[type, Callable[[Any], Any]] = {
+    collections.deque: list,
+    collections.OrderedDict: dict,
+    collections.defaultdict: dict,
+    collections.Counter: dict,
+}
+
+
+class _Object:
+    """What is told by which object it is: by a number that no other object ever had. Identities hold these."""
+
+    __slots__ = ("__weakref__", "number", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.number = value, next(_numbers)
+
+
+_numbers = itertools.count(1)
+_objects: weakref.WeakValueDictionary[int, _Object] = weakref.WeakValueDictionary()  # by id
+_classes: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()  # numbers that outlive the ops of a class
+
+
+class _Identity(NamedTuple):
+    told: Told  # of the op as it was
+    text: str
+    objects: list[_Object]
+
+
+def identity(op: BasicUnit) -> str:
+    """What compiled code knows an op by, in this process. Where the op's class declares `fuser_options` it is made of the class and of the values
+    that these attributes have, else of which object the op is and of all its attributes; besides of the names of its operands, of `training`, and
+    of the modules inside it with their attributes and hooks."""
+    told, objects = _tell(op)
+    last: _Identity | None = op.__dict__.get("_identity")
+    if last is None or last.told != told:
+        last = op.__dict__["_identity"] = _Identity(told, hashlib.sha256(json.dumps(told).encode()).hexdigest(), objects)
+    return last.text
+
+
+@contextlib.contextmanager
+def own_code(ops: Iterable[BasicUnit]) -> Iterator[None]:
+    """While the ops' own code is traced: what it changes is no change of the ops, or they would be traced again at each call."""
+    known: list[tuple[BasicUnit, _Identity]] = [(op, op.__dict__["_identity"]) for op in ops if "_identity" in op.__dict__]
+    known = [(op, before) for op, before in known if _tell(op)[0] == before.told]
+    try:
+        yield
+    finally:
+        for op, before in known:
+            told, objects = _tell(op)
+            op.__dict__["_identity"] = _Identity(told, before.text, objects)
+
+
+def check_declared(op: BasicUnit) -> None:
+    """Raises where what the op's class declares does not tell whether two ops are equal."""
+    declared = vars(type(op)).get("fuser_options") or ()
+    if not isinstance(declared, (tuple, list)):
+        raise TypeError(f"{op._get_name()}: expected fuser_options to be a tuple of names, got {declared!r}. Write ({declared!r},) for one attribute.")
+    for name in declared:
+        if not hasattr(op, name):
+            raise ValueError(f"{op._get_name()}: expected an attribute for each name in fuser_options, got none for {name!r}. Set it in __init__.")
+        if tell_plain(value := getattr(op, name)) is None:
+            raise TypeError(
+                f"{op._get_name()}: expected plain values (numbers, texts, None, lists of them) in the attributes that fuser_options names, got {name} "
+                f"of type {type(value).__name__}. Name the values that it is made of, or declare no fuser_options, so that each op is compiled by itself."
+            )
+
+
+def _tell(op: BasicUnit) -> tuple[Told, list[_Object]]:
+    """What an identity is made of, and what it must hold."""
+    objects: list[_Object] = []
+
+    def other(value: Any, depth: int) -> Told:
+        kind = type(value)
+        if depth < DEEPEST and kind in _CONTAINERS:
+            return [kind.__name__, tell(_CONTAINERS[kind](value), other, depth + 1)]
+        if depth < DEEPEST and dataclasses.is_dataclass(kind):
+            return [_number_of(kind), [tell(getattr(value, field.name, None), other, depth + 1) for field in dataclasses.fields(kind)]]
+        known = _objects.get(id(value)) or _objects.setdefault(id(value), _Object(value))
+        objects.append(known)
+        return known.number
+
+    def attributes(module: torch.nn.Module) -> Told:
+        operands: Any = torch.Tensor if views_stand_in(module) else ()
+        # A list at once, as other threads may call the module.
+        return [[name, tell(value, other)] for name, value in [*vars(module).items()] if name not in _NO_ATTRIBUTES and not isinstance(value, operands)]
+
+    def inner(module: torch.nn.Module) -> Told:
+        children = [[name, inside.get(id(child))] for name, child in module._modules.items()]
+        hooks = [[tell(hook, other) for hook in vars(module)[field].values()] for field in OF_A_MODULE]
+        return [_number_of(type(module)), module.training, children, hooks, attributes(module)]
+
+    declared = _declared(op)
+    told = [op.instance_id, attributes(op)] if declared is None else [_number_of(type(op)), [[name, tell(getattr(op, name, None), other)] for name in declared]]
+    told += [op.training, names(op, "_parameters"), names(op, "_buffers")]
+    if op._modules:
+        inside = {id(module): place for place, module in enumerate(op.modules())}
+        told += [[name, inside.get(id(child))] for name, child in op._modules.items()]
+        told += [inner(module) for module in op.modules() if module is not op]
+    return told, objects
+
+
+def _declared(op: BasicUnit) -> list[str] | None:
+    """The attributes that the op's own class declares, and those that are options of the library; None where it declares none. A subclass may have
+    further code, so it declares anew."""
+    own = vars(type(op))
+    declared = own.get("fuser_options", () if own.get("_kind") else None)
+    return None if declared is None else [*declared, *op._option_names, *op._watched_names]
+
+
+def _number_of(cls: type) -> int:
+    return _classes.get(cls) or _classes.setdefault(cls, next(_numbers))
