@@ -184,6 +184,7 @@ def test_a_noted_amax_is_that_of_all_tensors():
 ERRORS = [
     (lambda: tandem.MXFP8Quantizer(torch.float16), ValueError, "MXFP8Quantizer: expected fp8_dtype to be torch.float8_e4m3fn or torch.float8_e5m2, got torch.float16"),
     (lambda: tandem.MXFP8Quantizer(torch.float8_e5m2, rowwise=False, columnwise=False), ValueError, "expected rowwise or columnwise codes to be wanted, got neither"),
+    (lambda: tandem.quantize("x", tandem.MXFP8Quantizer(torch.float8_e4m3fn)), TypeError, "quantize: expected a tensor, got str. Pass torch.as_tensor of it."),
     (lambda: tandem.quantize(torch.ones(2), "fp8"), TypeError, "quantize: expected a quantizer, got str. Pass for example tandem.MXFP8Quantizer"),
     (lambda: tandem.Float8Quantizer(torch.ones(2), torch.ones(1), torch.float8_e4m3fn), ValueError, "Float8Quantizer: expected scale to be a tensor of one float32, got torch.float32 of shape [2]"),
     (lambda: tandem.Float8Quantizer(torch.ones(1), 3.0, torch.float8_e4m3fn), ValueError, "Float8Quantizer: expected amax to be a tensor of one float32, got float"),

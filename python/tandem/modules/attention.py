@@ -225,7 +225,7 @@ class MultiheadAttention(torch.nn.Module):
         super().__init__()
         op = self._get_name()
         check_one_value(op, given)
-        hidden, heads = positive(op, "hidden_size", hidden_size), positive(op, "num_attention_heads", num_attention_heads)
+        hidden, heads = positive(op, "hidden_size", hidden_size), positive(op, "num_attention_heads", num_attention_heads, "Give the heads of queries.")
         groups = None if num_gqa_groups is None else positive(op, "num_gqa_groups", num_gqa_groups)
         channels = None if kv_channels is None else positive(op, "kv_channels", kv_channels)
         together = flag(op, "set_parallel_mode", set_parallel_mode) and tp_group is not None
@@ -336,6 +336,9 @@ class MultiheadAttention(torch.nn.Module):
         """What the projection behind the attention reads, and the output of the norm if it is returned."""
         mask_type = attn_mask_type or self.attn_mask_type
         self._check_call(attention_mask, mask_type, inference_params)
+        if hidden_states.dim() != 3:
+            sizes = "[sequence, batch, hidden]" if self.qkv_format == "sbhd" else "[batch, sequence, hidden]"
+            raise ValueError(f"{self._get_name()}: expected hidden_states {sizes}, got {list(hidden_states.shape)}. Reshape it, or change qkv_format.")
         again = flag(self._get_name(), "checkpoint_core_attention", checkpoint_core_attention)
         outputs = self._modules["layernorm_qkv" if self.input_layernorm else "qkv"](hidden_states)  # type: ignore[misc]
         mixed, normed = outputs if isinstance(outputs, tuple) else (outputs, None)

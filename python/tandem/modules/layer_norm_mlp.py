@@ -97,6 +97,10 @@ class LayerNormMLP(NormedModule):
         if families.get(activation) not in ("activation", "glu"):
             known = ", ".join(kind for kind, family in families.items() if family in ("activation", "glu"))
             raise ValueError(f"{op}: expected activation to be one of {known}, got {activation!r}. Name one of them.")
+        unit = class_of(activation)
+        if unknown := [name for name in activation_params or {} if name not in unit._option_names]:
+            known = ", ".join(unit._option_names) or "none, as it has no options"
+            raise ValueError(f"{op}: expected names in activation_params among the options of {activation} ({known}), got {unknown[0]!r}. Leave it out.")
         check_group(op, tp_group, tp_size)
         sequence_parallel = flag(op, "sequence_parallel", sequence_parallel)
         together = flag(op, "set_parallel_mode", set_parallel_mode) and tp_group is not None
@@ -116,7 +120,7 @@ class LayerNormMLP(NormedModule):
         first_bias: Parts = [(Bias(wide, **made), {"bias": "fc1_bias"})] if bias else []
         second_bias: Parts = [(Bias(hidden, **made), {"bias": "fc2_bias"})] if bias and not return_bias else []
         behind: Parts = [
-            *[(first, {"weight": "fc1_weight"}), *first_bias, (class_of(activation)(**(activation_params or {})), {})],
+            *[(first, {"weight": "fc1_weight"}), *first_bias, (unit(**(activation_params or {})), {})],
             *[(second, {"weight": "fc2_weight"}), *[(part, {}) for part in after], *second_bias],
         ]
 

@@ -277,6 +277,8 @@ def quantize(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
         raise TypeError(
             f"quantize: expected a quantizer, got {type(quantizer).__name__}. Pass for example tandem.MXFP8Quantizer(torch.float8_e4m3fn)."
         )
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"quantize: expected a tensor, got {type(x).__name__}. Pass torch.as_tensor of it.")
     return quantizer.quantize(x)
 
 
