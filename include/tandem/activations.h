@@ -1,7 +1,7 @@
-// The activations of the library, a row each. The enum of kernels, the ops, their functions in C++
-// and on the command line, their classes in Python, their tests and docs/ops.md follow the rows.
-// The formulas of a row stand in src/kernels/cpu/activation_math-inl.h (vector code) and
-// src/kernel_ops/unit/activation_reference.h (torch's operations).
+// The tables of the library's activations and gated units. The enum of kernels, the ops, their
+// functions in C++ and on the command line, their classes in Python, their tests and docs/ops.md
+// are generated from the rows. The formulas of a row stand in src/kernels/cpu/activation_math-inl.h
+// (vector code) and src/kernel_ops/unit/activation_reference.h (torch operations).
 #pragma once
 
 /// ROW(name, formula): y = formula, element by element.
@@ -29,7 +29,8 @@
   ROW(sreglu, srelu)            \
   ROW(erf_geglu, erf_gelu)
 
-/// ROW(name, formula, numbers...): gated units that have numbers, as their options are called.
+/// ROW(name, formula, options...): gated units with numeric options; the formula and the texts
+/// behind it use the names of these options.
 #define TANDEM_NUMBERED_UNITS(ROW)                                                         \
   ROW(situglu, "beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2)", "beta1", "beta2") \
   ROW(clamped_swiglu,                                                                      \

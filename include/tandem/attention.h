@@ -1,7 +1,8 @@
-// Attention as a module with the arguments and parameter names of transformer_engine.pytorch: a
-// norm and the projection to queries, keys and values as one pipeline, torch's
-// scaled_dot_product_attention, the projection behind it. What it is given at a call: angles of
-// rotary position embedding, masks, keys and values of earlier positions.
+// Attention as a module with the arguments and parameter names of transformer_engine.pytorch. One
+// pipeline computes a norm and the projection to queries, keys and values, torch's
+// scaled_dot_product_attention follows, and a second pipeline computes the output projection. The
+// header also has what a call takes beside x: angles of rotary position embedding, masks, and the
+// cache of keys and values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,43 +21,45 @@
 
 namespace tandem {
 
-/// Which positions a position sees.
+/// The keys that a query attends to.
 enum class AttnMaskType : uint8_t {
-  /// All.
+  /// All keys.
   no_mask,
-  /// None behind it.
+  /// The keys up to the position of the query; the last query and the last key have one position.
   causal,
-  /// Those that the attention mask leaves.
+  /// The keys that the attention mask does not leave out.
   padding,
-  /// Of these, none behind it.
+  /// The keys that both `padding` and `causal` allow.
   padding_causal,
-  /// None behind it, where the last query and the last key are at one place.
+  /// The keys that `causal` allows, which aligns the last query and the last key too.
   causal_bottom_right,
-  /// Those that the attention mask leaves.
+  /// The keys that the attention mask does not leave out.
   arbitrary,
 };
 
-/// Which dimension of [sequence, batch, features] comes first: sequence, or batch.
+/// The order of the first two dimensions: sbhd is [sequence, batch, ...], bshd [batch, sequence,
+/// ...].
 enum class QkvFormat : uint8_t { sbhd, bshd };
 
-/// What goes over the features of each head of queries and keys.
+/// The norm over the features of each head of queries and keys.
 enum class QkNormType : uint8_t { none, rms_norm, layer_norm, l2_normalization };
 
-/// How many positions before and behind its own one sees; -1: all.
+/// Numbers of positions before and after a query to which it attends; -1: all.
 using Window = std::pair<int64_t, int64_t>;
 
 struct RotaryOptions {
-  /// The share of the features of a head that is rotated, the first ones.
+  /// The share of a head's features that is rotated; the first features are.
   double rotary_percent = 1;
-  /// Positions are divided by it, at every length.
+  /// Positions are divided by this factor where `pretrained_max_position_embeddings` is set too.
   std::optional<double> seq_len_interpolation_factor = std::nullopt;
-  /// How many positions the model was trained with. A sequence longer than the factor times as many
-  /// has its positions divided by more, so that they end where those of training did. nullopt: no
-  /// position is divided.
+  /// The number of positions with which the model was trained. Positions of a sequence that is
+  /// longer than the factor times this number are divided by length / this number instead, so that
+  /// they end where the positions of training ended. nullopt: no position is divided.
   std::optional<int64_t> pretrained_max_position_embeddings = std::nullopt;
   /// The base of the frequencies.
   double rotary_base = 10000;
-  /// Features 2 i and 2 i + 1 are a pair, rather than i and i + dim / 2.
+  /// Features 2 i and 2 i + 1 are a pair; else features i and i + rotated / 2 are, where `rotated`
+  /// is the number of rotated features.
   bool interleaved = false;
 };
 
@@ -64,11 +67,13 @@ class TANDEM_API RotaryPositionEmbeddingImpl : public torch::nn::Module {
  public:
   explicit RotaryPositionEmbeddingImpl(int64_t dim, const RotaryOptions& rotary = {});
 
-  /// The angles of positions `offset` to `offset + max_seq_len`, float32 [max_seq_len, 1, 1,
-  /// features that are rotated].
+  /// Returns the angles of the positions from `offset` on.
+  ///
+  /// Shapes:  [max_seq_len, 1, 1, rotated features].
+  /// Dtypes:  float32.
   at::Tensor forward(int64_t max_seq_len, int64_t offset = 0) const;
 
-  /// Angles are made at each call, and float32: of what is asked here the device alone counts.
+  /// Sets the device on which `forward` creates angles; `dtype` is ignored, as angles are float32.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
@@ -79,13 +84,14 @@ class TANDEM_API RotaryPositionEmbeddingImpl : public torch::nn::Module {
   at::Device device_ = at::kCPU;
 };
 
-/// Angles of rotary position embedding: position p and pair i of `dim` / 2 give
-/// p / rotary_base^(2 i / dim).
+/// Angles of rotary position embedding: pair i of the `rotated` features at position p gets the
+/// angle p / rotary_base^(2 i / rotated), with rotated = dim * rotary_percent.
 ///
 ///   const at::Tensor angles = tandem::RotaryPositionEmbedding(64)->forward(2048);
 ///
-/// Throws: c10::ValueError where the features that are rotated are not an even number up to dim,
-///         and where options of interpolation are not positive.
+/// Throws:  c10::ValueError where the number of rotated features is odd, 0 or above dim, and where
+///          an option of interpolation is not positive.
+/// Source:  Su et al. 2021, arXiv:2104.09864.
 class RotaryPositionEmbedding : public torch::nn::ModuleHolder<RotaryPositionEmbeddingImpl> {
  public:
   using torch::nn::ModuleHolder<RotaryPositionEmbeddingImpl>::ModuleHolder;
@@ -94,16 +100,19 @@ class RotaryPositionEmbedding : public torch::nn::ModuleHolder<RotaryPositionEmb
       : ModuleHolder(std::make_shared<RotaryPositionEmbeddingImpl>(dim, rotary)) {}
 };
 
-/// Rotates pairs of features of `t` by `freqs`, in float32; the result has the dtype of `t`.
+/// Rotates the pairs of features of `t` by the angles `freqs`, in float32.
 ///
-/// Shapes: t [sequence, batch, heads, features], or with bshd [batch, sequence, heads, features];
-///         freqs [at least sequence, 1, 1, features that are rotated].
-/// Throws: c10::ValueError where freqs has fewer positions, or more features.
+/// Shapes:  t [sequence, batch, heads, features], or with bshd [batch, sequence, heads, features];
+///          freqs [at least sequence, 1, 1, rotated features], an even number of them -> a tensor
+///          like t.
+/// Dtypes:  the result has the dtype of `t`.
+/// Throws:  c10::ValueError where freqs has fewer positions, or more features, than t.
+/// Source:  Su et al. 2021, arXiv:2104.09864.
 TANDEM_API at::Tensor apply_rotary_pos_emb(const at::Tensor& t, const at::Tensor& freqs,
                                            QkvFormat tensor_format = QkvFormat::sbhd,
                                            bool interleaved = false);
 
-/// Keys and values of sequences that are generated, by layer.
+/// The keys and values of all earlier positions of generated sequences, by layer.
 ///
 ///   tandem::InferenceParams cache(batch, length);
 ///   for (const at::Tensor& piece : x.split(1)) {
@@ -112,43 +121,54 @@ TANDEM_API at::Tensor apply_rotary_pos_emb(const at::Tensor& t, const at::Tensor
 ///   }
 class TANDEM_API InferenceParams {
  public:
-  /// How many sequences there may be, how long they may become. Room is made by the first call of
-  /// each layer.
+  /// Sets the largest number of sequences and the largest number of positions of a sequence. The
+  /// first call of each layer allocates the layer's memory.
   ///
-  /// Throws: c10::ValueError where they are not positive.
+  /// Throws:  c10::ValueError where a number is not positive.
   InferenceParams(int64_t max_batch_size, int64_t max_sequence_length);
 
-  /// Reorders the sequences, as a beam search does: indices int64 [sequences].
+  /// Reorders the sequences of every layer, as a beam search does.
+  ///
+  /// Shapes:  batch_indices [sequences].
+  /// Dtypes:  batch_indices int64.
   void swap_key_value_dict(const at::Tensor& batch_indices);
 
-  /// Takes up keys and values [sequence, batch, heads, features] of new positions; those of all
-  /// positions so far. Gradients reach the new positions. Those of earlier calls count as
-  /// constants, and where they came with a gradient, backward says so. `writer` is the module that
-  /// asks, which is then the only one to write under this number; none: any may.
+  /// Stores the keys and values of new positions under the number `layer`, and returns the keys and
+  /// values of all positions so far. Gradients reach the new positions. Earlier positions are
+  /// constants: backward throws where an earlier call stored them with a gradient. `writer` is the
+  /// module that calls; no other module may then store under this number. Without a writer any
+  /// module may.
   ///
-  /// Throws: c10::ValueError where there are more than there is room for, and where another module
-  ///         has written under this number.
+  /// Shapes:  key, value [new positions, batch, heads, features] -> both [positions, batch, heads,
+  ///          features].
+  /// Dtypes:  the results have the dtypes of key and value.
+  /// Throws:  c10::ValueError where positions or sequences exceed the sizes of the constructor, and
+  ///          where another module has stored under this number.
   std::pair<at::Tensor, at::Tensor> step(int64_t layer, const at::Tensor& key,
                                          const at::Tensor& value,
                                          const std::weak_ptr<const torch::nn::Module>& writer = {});
 
   const int64_t max_batch_size, max_sequence_length;
-  /// Positions that are there already: who generates moves it on, once per step.
+  /// The number of positions that are stored already. The caller advances it after each step.
   int64_t sequence_len_offset = 0;
+  /// The index of the first sequence of a call's batch.
   int64_t batch_size_offset = 0;
+  /// Keys and values by layer number.
+  ///
+  /// Shapes:  [max_sequence_length, max_batch_size, heads, features] each.
   std::map<int64_t, std::pair<at::Tensor, at::Tensor>> key_value_memory_dict;
 
  private:
   void claim(int64_t layer, const std::shared_ptr<const torch::nn::Module>& writer);
 
-  /// Of the layers in the map.
+  /// The module that stores under each number of `key_value_memory_dict`.
   std::map<int64_t, std::weak_ptr<const torch::nn::Module>> writers_;
-  /// Layers and sequences, some of whose keys and values have come with a gradient: numbers
+  /// Layers and sequences for which a call stored keys or values with a gradient, as the numbers
   /// layer * max_batch_size + sequence.
   std::set<int64_t> recorded_;
 };
 
-/// Angles for queries and keys, or for each: none where they are undefined.
+/// Angles for queries and for keys; an undefined tensor leaves its operand unrotated.
 struct RotaryAngles {
   RotaryAngles() = default;
   RotaryAngles(const at::Tensor& of_both) : query(of_both), key(of_both) {}  // NOLINT: as Python's
@@ -157,70 +177,71 @@ struct RotaryAngles {
   at::Tensor query, key;
 };
 
-/// What a call is given beside x.
+/// The arguments of a call beside x.
 struct AttentionArguments {
-  /// What broadcasts to [batch, heads, positions, positions of keys]: booleans, of which true
-  /// leaves a position out, or numbers that are added to the scores. A causal type leaves out what
-  /// is behind a position as well.
+  /// A mask that broadcasts to [batch, heads, positions, positions of keys]. True in a boolean mask
+  /// leaves a key out; a floating-point mask is added to the scores. A causal type leaves out the
+  /// keys after each query as well.
   at::Tensor attention_mask = {};
-  /// Instead of those of the options.
+  /// These two replace the members of AttentionOptions with these names.
   std::optional<AttnMaskType> attn_mask_type = std::nullopt;
   std::optional<Window> window_size = std::nullopt;
   RotaryAngles rotary_pos_emb = {};
-  /// Keys and values of earlier positions.
+  /// The keys and values of earlier positions; null: the call attends to its own positions only.
   InferenceParams* inference_params = nullptr;
 };
 
-/// What a MultiheadAttention and a TransformerLayer are told alike.
+/// Options that MultiheadAttention and TransformerLayer share.
 struct AttentionOptions {
   /// Features of a head; nullopt: hidden_size / num_attention_heads.
   std::optional<int64_t> kv_channels = std::nullopt;
   /// Probability with which, in training, a weight of the attention becomes zero.
   double attention_dropout = 0.1;
-  /// Of norms, those of heads aside.
+  /// The eps of every norm but the norms of heads.
   double layernorm_epsilon = 1e-5;
-  /// Of the weights before and behind the attention, and before and behind the activation of a
-  /// layer.
+  /// The first values of weights: init_method of the projection to queries, keys and values, and of
+  /// a layer's product before the activation; output_layer_init_method of the two other products.
   Init init_method = init::normal(0.023), output_layer_init_method = init::normal(0.023);
-  /// Under which InferenceParams keeps keys and values.
+  /// The number under which InferenceParams stores the keys and values of this layer.
   std::optional<int64_t> layer_number = std::nullopt;
   AttnMaskType attn_mask_type = AttnMaskType::causal;
-  /// (-1, -1) or, with a causal mask, (-1, 0): no other value is known yet.
+  /// nullopt, (-1, -1), or (-1, 0) with a causal mask; Tandem implements no other window.
   std::optional<Window> window_size = std::nullopt;
-  /// Unless `mode` is none, ranks share the heads: the first product is column-parallel, the second
-  /// row-parallel; so are those of a layer's MLP.
+  /// Unless `mode` is none, ranks share the heads: the projection to queries, keys and values is
+  /// column-parallel and the output projection row-parallel, as the two products of a layer's MLP
+  /// are.
   TensorParallel tensor_parallel = {};
-  /// Heads of keys and values; nullopt: as many as of queries.
+  /// Heads of keys and values; nullopt: num_attention_heads.
   std::optional<int64_t> num_gqa_groups = std::nullopt;
-  /// Queries, keys and values have one weight.
+  /// Queries, keys and values are the result of one weight, not of three.
   bool fuse_qkv_params = false;
-  /// The factor of norms, those of heads aside, is 1 + weight.
+  /// Every norm but the norms of heads multiplies by 1 + weight.
   bool zero_centered_gamma = false;
-  /// The one weight of queries, keys and values has the heads of each group of keys together, and
-  /// not all queries first.
+  /// With fuse_qkv_params: true, the weight holds group after group, each with its queries, key and
+  /// value; false, it holds all queries, then all keys, then all values.
   bool qkv_weight_interleaved = true;
-  /// Products have a bias.
+  /// Every product has a bias.
   bool bias = true;
-  /// Of norms, those of heads aside.
+  /// The kind of every norm but the norms of heads.
   Normalization normalization = Normalization::layer_norm;
   QkvFormat qkv_format = QkvFormat::sbhd;
   QkNormType qk_norm_type = QkNormType::none;
   double qk_norm_eps = 1e-6;
-  /// They come before rotary position embedding.
+  /// The norms of heads come before rotary position embedding.
   bool qk_norm_before_rope = false;
-  /// As of RotaryOptions.
+  /// RotaryOptions::interleaved.
   bool rotary_pos_interleaved = false;
 };
 
 struct MultiheadAttentionOptions {
   AttentionOptions attention = {};
-  /// By names of parameters, such as "proj.weight".
+  /// Keys are names of parameters, such as "proj.weight".
   MainGrads main_grads = {};
-  /// The bias of the projection behind the attention is not added but returned.
+  /// The bias of the output projection is returned, not added.
   bool return_bias = false;
-  /// With input_layernorm, its output is returned.
+  /// With input_layernorm, the output of the norm is returned.
   bool return_layernorm_output = false;
-  /// A norm comes first.
+  /// A norm comes before the projection to queries, keys and values.
   bool input_layernorm = false;
 };
 
@@ -230,14 +251,18 @@ class TANDEM_API MultiheadAttentionImpl : public torch::nn::Module {
                          const MultiheadAttentionOptions& own = {},
                          const at::TensorOptions& options = {});
 
-  /// y. Throws c10::ValueError where the options ask for more: `forward_all` returns it.
+  /// Returns y alone.
+  ///
+  /// Throws:  c10::ValueError where the options return more; `forward_all` returns everything.
   at::Tensor forward(const at::Tensor& x, const AttentionArguments& arguments = {});
+  /// Returns y, and the outputs that `return_bias` and `return_layernorm_output` ask for.
   ModuleOutputs forward_all(const at::Tensor& x, const AttentionArguments& arguments = {});
 
-  /// What the projection behind the attention reads, and the output of the norm if it is returned.
+  /// Returns the operand of the output projection, and the output of the norm where the options
+  /// return it.
   std::pair<at::Tensor, at::Tensor> context(const at::Tensor& x,
                                             const AttentionArguments& arguments = {});
-  /// That of the call, or of the options.
+  /// The mask type of the call, else of the options.
   AttnMaskType mask_type(const AttentionArguments& arguments) const {
     return arguments.attn_mask_type.value_or(options_.attn_mask_type);
   }
@@ -253,31 +278,37 @@ class TANDEM_API MultiheadAttentionImpl : public torch::nn::Module {
   void rotate(Heads& heads, const RotaryAngles& angles, int64_t offset) const;
   void take_up(Heads& heads, InferenceParams& params) const;
   void check_call(const AttentionArguments& arguments) const;
-  /// The mask as torch's attention reads it: true where a position is seen, or what is added to the
-  /// scores.
+  /// Converts a mask of the caller to a mask of torch's attention, in which true keeps a key and a
+  /// number is added to the score.
   at::Tensor seen_or_added(const at::Tensor& mask, const at::Tensor& mixed, int64_t offset) const;
   at::Tensor attend(const Heads& heads, std::optional<at::Tensor> mask, AttnMaskType type) const;
 
   AttentionOptions options_;
   bool returns_bias_, returns_norm_;
-  /// Features of a head, heads of this rank, groups of this rank.
+  /// Features of a head, and this rank's heads of queries and of keys.
   int64_t channels_, heads_, groups_;
   std::shared_ptr<OpModule> projection_in_, q_norm_, k_norm_, projection_out_;
 };
 
-/// y = attention(norm(x) Wq^T, norm(x) Wk^T, norm(x) Wv^T) Wo^T, the attention torch's
+/// y = attention(norm(x) Wq^T, norm(x) Wk^T, norm(x) Wv^T) Wo^T, where `attention` is torch's
 /// scaled_dot_product_attention.
 ///
 ///   tandem::MultiheadAttention layer(h, 8, {.attention = {.num_gqa_groups = 2, .bias = false}});
 ///
-/// Parameters: `layernorm_qkv` (or `qkv`, without a norm), with query_weight, key_weight and
-/// value_weight or, with fuse_qkv_params, one weight; `q_norm` and `k_norm`; `proj`.
-/// Shapes: x [sequence, batch, hidden_size], or with bshd [batch, sequence, hidden_size] -> y.
-/// Throws: c10::ValueError where groups do not divide heads, heads do not divide features, ranks
-///         cannot share heads; c10::NotImplementedError for a window; a call, where its mask type
-///         needs a mask and there is none, or is no_mask and there is one, where the mask is of
-///         integers (c10::TypeError) or does not fit, and where there are inference_params but no
-///         layer_number.
+/// Parameters: `layernorm_qkv` (without a norm `qkv`) has query_weight, key_weight and
+/// value_weight, or one weight with fuse_qkv_params; `q_norm` and `k_norm`; `proj`.
+///
+/// Shapes:  x [sequence, batch, hidden_size], or with bshd [batch, sequence, hidden_size] -> y like
+///          x.
+/// Throws:  the constructor: c10::ValueError where groups do not divide heads, where heads do not
+///          divide hidden_size and kv_channels is nullopt, where ranks cannot share heads evenly,
+///          and for a name in main_grads that begins with no child's name; c10::NotImplementedError
+///          for a window.
+///          A call: c10::ValueError where the mask type needs a mask and the call has none, where
+///          it is no_mask and the call has one, where the mask does not broadcast, and where a call
+///          has inference_params and the options have no layer_number; c10::TypeError for a mask of
+///          integers.
+/// Source:  Vaswani et al. 2017, arXiv:1706.03762.
 class MultiheadAttention : public torch::nn::ModuleHolder<MultiheadAttentionImpl> {
  public:
   using torch::nn::ModuleHolder<MultiheadAttentionImpl>::ModuleHolder;

@@ -11,10 +11,10 @@ namespace tandem {
 
 struct Region;
 
-/// While one of these lives, the products of this thread's pipelines run under a recipe (emulated
-/// on a CPU). A weight is quantized once until it changes. Regions nest; `enabled = false`
-/// switches quantization off inside. One that is destroyed before one that was made inside it, or
-/// in another thread, ends all the same, with a warning: the others stay in force until they end.
+/// While an Autocast lives, the products of this thread's pipelines run under a recipe, emulated on
+/// a CPU. A weight is quantized once until it changes. Regions nest; `enabled = false` switches
+/// quantization off inside. A region that is destroyed before an inner region, or in another
+/// thread, ends with a warning; the other regions stay in force until they end.
 ///
 ///   { tandem::Autocast fp8(true, tandem::Float8CurrentScaling{}); y = model->forward(x); }
 class TANDEM_API Autocast {
@@ -28,14 +28,15 @@ class TANDEM_API Autocast {
   std::shared_ptr<Region> region_;
 };
 
-/// While one of these lives, pipelines of this thread that have no budget of their own
-/// (PipelineModule::set_memory_budget) keep at most so many bytes for backward per row of their
-/// main input; nullopt: no limit inside. Nests with Autocast regions, and ends like them.
+/// While a MemoryBudget lives, the pipelines of this thread without a budget of their own
+/// (PipelineModule::set_memory_budget) keep at most this many bytes for backward per row of their
+/// main operand; nullopt: no limit inside. Budgets nest with Autocast regions, and end as these do.
 ///
 ///   { tandem::MemoryBudget budget(2048); loss = model->forward(x).sum(); }
 ///
-/// Throws: c10::ValueError where it is negative or not finite; a call inside, where its pipeline
-///         cannot do with so little: with the least that it needs.
+/// Throws:  the constructor: c10::ValueError where the number is negative or not finite. A call
+///          inside: c10::ValueError where its pipeline needs more; the message gives the least
+///          budget.
 class TANDEM_API MemoryBudget {
  public:
   explicit MemoryBudget(std::optional<double> bytes_per_row);
@@ -47,8 +48,9 @@ class TANDEM_API MemoryBudget {
   std::shared_ptr<Region> region_;
 };
 
-/// To be called after weights on an accelerator were written inside a region in a way that moves no
-/// version counter, such as through `.data`. On the CPU their bytes are compared.
+/// Has cached codes of weights on an accelerator recomputed. Call it after a write inside a region
+/// that moves no version counter, such as through `.data`. On the CPU the bytes of weights are
+/// compared.
 TANDEM_API void weights_changed();
 
 }  // namespace tandem

@@ -1,4 +1,4 @@
-// Marks what libtandem.so shows to others: the C++ front, and what the Python extension and the
+// Marks the symbols that libtandem.so exports: the C++ front, and what the Python extension and the
 // program call.
 #pragma once
 

@@ -1,5 +1,5 @@
-// For those who add ops, fusions and kernels in C++: definitions, what an implementation sees,
-// registration.
+// Everything that a C++ program includes to add ops, fusions and kernels: definitions, the
+// arguments of an implementation, registration.
 #pragma once
 
 #include "core/call.h"

@@ -1,6 +1,6 @@
-// The modules as plain functions on argument structs: no module, no autograd, no state but what is
-// passed in and returned. They run the plan that the module's pipeline has: the same steps, fused
-// in the same way, and so the same bits.
+// The modules as functions on argument structs. They use no module, no autograd and no state but
+// their arguments and results. They run the plan of the module's pipeline, with the same fusions,
+// so their results have the module's bits.
 //
 //   using namespace tandem::functional;
 //   const LinearArguments arguments{.x = x, .weight = weight, .bias = bias};
@@ -8,8 +8,9 @@
 //   Context context = setup_context(arguments, results);
 //   const Gradients gradients = backward(context, grad_y);  // "x", "weight", "bias"
 //
-// No output shares memory with an argument, and nothing that forward saves does: the setup finds
-// arguments again. What is saved goes with the last step of backward that reads it.
+// No output and no saved tensor shares memory with an argument: setup_context takes arguments that
+// backward reads from `arguments`. Each saved tensor is freed after the last step of backward that
+// reads it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,40 +30,44 @@
 
 namespace tandem::functional {
 
-/// What the functions of all modules take.
+/// Arguments that all functions share.
 struct Common {
-  /// nullopt: plain numbers.
+  /// nullopt: nothing is quantized.
   std::optional<Recipe> recipe = std::nullopt;
-  /// Of a recipe that keeps amaxes: the number of the region as an int64 tensor [1], then scale,
-  /// amax_history and pending of forward and of backward. They are written.
+  /// The state of a recipe that keeps amaxes: the number of the region as an int64 tensor [1], then
+  /// scale, amax_history and pending of forward, then these three of backward. Calls write all of
+  /// them.
   std::vector<at::Tensor> recipe_state = {};
-  /// What an earlier call has returned, nothing at first: codes of weights live there, and are made
-  /// again where the weight has changed. nullopt: weights are quantized in each call.
+  /// Results::weight_workspaces of an earlier call, or an empty list in the first call. Workspaces
+  /// hold the codes of weights, which are recomputed once the weight has changed. nullopt: each
+  /// call quantizes the weights.
   std::optional<std::vector<at::Tensor>> weight_workspaces = std::nullopt;
-  /// What gradients of weights are added to, by their names, instead of being returned.
+  /// Tensors by the names of weights: the gradient of a weight is added to its tensor, not
+  /// returned.
   MainGrads main_grads = {};
-  /// Which gradients are asked for.
+  /// Whether backward returns the gradient of x, and the gradients of parameters.
   bool needs_grad_x = true, needs_grad_parameters = true;
 };
 
-/// Of y = x weight^T + bias; no bias where it is undefined.
+/// Arguments of y = x weight^T + bias; an undefined bias is not added.
 struct LinearArguments {
   at::Tensor x, weight, bias = {};
-  /// As BasicLinearOptions::save_original_input.
+  /// BasicLinearOptions::save_original_input.
   bool save_original_input = false;
   Common common = {};
 };
 
-/// Of y = norm(x) weight^T + bias; layer_norm_bias of a LayerNorm only. Of `options`, those of the
-/// norm count, and return_layernorm_output.
+/// Arguments of y = norm(x) weight^T + bias. Only a LayerNorm has layer_norm_bias. `options` counts
+/// for the norm and return_layernorm_output.
 struct LayerNormLinearArguments {
   at::Tensor x, layer_norm_weight, layer_norm_bias = {}, weight, bias = {};
   LayerNormLinearOptions options = {};
   Common common = {};
 };
 
-/// Of y = activation(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias; both biases or none.
-/// Of `options`, those of the norm count, return_layernorm_output, activation and checkpoint.
+/// Arguments of y = activation(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias, with both
+/// biases or none. `options` counts for the norm, return_layernorm_output, activation and
+/// checkpoint.
 struct LayerNormMLPArguments {
   at::Tensor x, layer_norm_weight, layer_norm_bias = {}, fc1_weight, fc1_bias = {}, fc2_weight,
                                    fc2_bias = {};
@@ -70,35 +75,37 @@ struct LayerNormMLPArguments {
   Common common = {};
 };
 
-/// Of y_g = x_g weights[g]^T + biases[g]; no biases where there are none.
+/// Arguments of y_g = x_g weights[g]^T + biases[g]; `biases` may be empty.
 struct GroupedLinearArguments {
   at::Tensor x;
-  /// Rows of each group, integers [groups].
+  /// Rows of each group: integers [groups].
   at::Tensor m_splits;
   std::vector<at::Tensor> weights, biases = {};
   Common common = {};
 };
 
-/// What forward gives.
+/// The results of forward.
 struct Results {
   at::Tensor y;
-  /// Where it was asked for.
+  /// Undefined unless return_layernorm_output is set.
   at::Tensor layernorm_output;
-  /// Where there are such.
+  /// Empty without Common::weight_workspaces or without a weight that is quantized.
   std::vector<at::Tensor> weight_workspaces;
-  /// What backward reads; undefined in the place of what the arguments have.
+  /// The tensors that backward reads; an argument, or a view of one, leaves an undefined tensor in
+  /// its position.
   std::vector<at::Tensor> saved;
-  /// In the place of each: memory and version of the argument, zeros where it is none.
+  /// For each saved tensor the memory number and the version of the argument that stands for it,
+  /// zeros where no argument does; then the same two numbers for each workspace.
   std::vector<std::pair<int64_t, int64_t>> read;
-  /// Sizes that it reads: place of a saved value, sizes.
+  /// Sizes that backward reads: the index of a saved tensor, and its sizes.
   std::vector<std::pair<size_t, std::vector<c10::SymInt>>> carried;
 };
 
-/// By the names of the arguments, and of groups with their numbers behind: "weight0". Undefined
-/// where a gradient goes into a main_grad.
+/// Gradients by the names of the arguments; the names of groups end in their numbers, such as
+/// "weight0". A gradient that was added to a main_grad is undefined.
 using Gradients = std::map<std::string, at::Tensor>;
 
-/// What backward needs.
+/// The plan of a call and the tensors that backward reads.
 class TANDEM_API Context {
  public:
   struct Inner;
@@ -106,7 +113,7 @@ class TANDEM_API Context {
   ~Context();
   Context(Context&&) noexcept;
 
-  /// Bytes of what is kept, arguments aside; 0 once backward has run.
+  /// Bytes of saved tensors, arguments aside; 0 once backward has run.
   int64_t saved_bytes() const;
   Inner& inner() { return *inner_; }
 
@@ -114,24 +121,29 @@ class TANDEM_API Context {
   std::unique_ptr<Inner> inner_;
 };
 
-/// A module, by its arguments.
+/// The arguments of any function. Their type selects the module.
 using Arguments = std::variant<LinearArguments, LayerNormLinearArguments, LayerNormMLPArguments,
                                GroupedLinearArguments>;
 
-/// Throws: c10::ValueError where tensors do not fit, and where groups have no weights, or biases
-///         that are not as many.
+/// Runs forward.
+///
+/// Throws:  c10::ValueError where shapes do not fit each other, where GroupedLinearArguments has no
+///          weights, and where it has biases that are not as many.
 TANDEM_API Results forward(const Arguments& arguments);
 
-/// Throws: c10::ValueError where an argument that backward reads is not the one that forward was
-///         given, or was written since.
+/// Checks that `results` belong to `arguments`, and collects what backward reads.
+///
+/// Throws:  c10::ValueError where an argument that backward reads is not the one of forward, or was
+///          written since.
 TANDEM_API Context setup_context(const Arguments& arguments, const Results& results);
 
-/// Keeps what is saved where it is told to `retain`. A gradient may be undefined.
+/// Returns the gradients. An output that nothing uses has an undefined gradient. With `retain`,
+/// saved tensors stay for another backward.
 ///
-/// Throws: c10::ValueError where an argument was written since the setup, where gradients have not
-///         the shapes and devices of the outputs, and for a gradient of a norm's output that was
-///         not returned; c10::TypeError where they have not their dtypes; c10::Error the second
-///         time, unless the first has retained.
+/// Throws:  c10::ValueError where an argument was written since the setup, where a gradient has
+///          another shape or device than its output, and for a gradient of a norm's output that was
+///          not returned; c10::TypeError where a gradient has another dtype than its output;
+///          c10::Error in a second backward, unless the first one retained.
 TANDEM_API Gradients backward(Context& context, const at::Tensor& grad_y,
                               const at::Tensor& grad_layernorm_output = {}, bool retain = false);
 

@@ -1,5 +1,5 @@
-// Linear layers of groups of rows, the experts of a mixture, as a module with the arguments and
-// parameter names of transformer_engine.pytorch.
+// Linear layers whose groups of rows have a weight each, such as the experts of a mixture, as a
+// module with the arguments and parameter names of transformer_engine.pytorch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,23 +19,23 @@ namespace tandem {
 
 struct GroupedLinearOptions {
   bool bias = true;
-  /// The biases are not added but returned.
+  /// The biases are returned, not added.
   bool return_bias = false;
-  /// Of each weight.
+  /// The first values of each weight.
   Init init_method = init::normal(0.023);
-  /// Each rank holds its share of each weight; what ranks exchange is up to who calls, as in
-  /// TransformerEngine.
+  /// Each rank holds its share of each weight. As in TransformerEngine, the caller exchanges data
+  /// between ranks.
   TensorParallel tensor_parallel = {};
-  /// One parameter "weight" [num_gemms, out_features, in_features], one "bias" [num_gemms,
-  /// out_features], instead of one for each group.
+  /// One parameter "weight" [num_gemms, out_features, in_features], one parameter "bias"
+  /// [num_gemms, out_features], instead of one for each group.
   bool single_grouped_weight = false, single_grouped_bias = false;
-  /// Of all weights, or of none.
+  /// Tensors for all weights, or for none.
   MainGrads main_grads = {};
   /// Backward leaves the gradients of weights to `backward_dw()` of the module.
   bool delay_wgrad_compute = false;
 };
 
-/// The rows of each group.
+/// The numbers of rows of the groups.
 struct TANDEM_API GroupSplits {
   GroupSplits(at::Tensor counted) : rows(std::move(counted)) {}  // NOLINT: as Python's
   GroupSplits(const std::vector<int64_t>& counted);              // NOLINT
@@ -45,20 +45,20 @@ struct TANDEM_API GroupSplits {
   at::Tensor rows;
 };
 
-/// What a call is given beside x and the rows of each group.
+/// The arguments of a call beside x and GroupSplits.
 struct GroupedLinearCall {
-  /// Of a step of several micro-batches: the codes of weights are made in the first, and taken in
-  /// the others as they are; nullopt: they are made where a weight has changed.
+  /// In a step of several micro-batches: true has the codes of weights computed, false reads the
+  /// codes of the first micro-batch; nullopt: codes are computed where a weight has changed.
   std::optional<bool> is_first_microbatch = std::nullopt;
-  /// What y, and the gradient of x, are written into: contiguous, without a gradient. Undefined:
-  /// tensors of their own.
+  /// Contiguous tensors that receive y and the gradient of x, and have no gradient themselves.
+  /// Undefined: the call allocates the result.
   at::Tensor out = {}, dgrad_out = {};
 };
 
 struct GroupedLinearOutputs {
   at::Tensor y;
-  /// That were not added, in the dtype of y: one for each group, or one for all where they are one
-  /// parameter.
+  /// The biases that were not added, in the dtype of y: one for each group, or one tensor with
+  /// single_grouped_bias. Empty without return_bias.
   std::vector<at::Tensor> biases;
 };
 
@@ -68,14 +68,18 @@ class TANDEM_API GroupedLinearImpl : public PipelineModule {
                     const GroupedLinearOptions& grouped_linear = {},
                     const at::TensorOptions& options = {});
 
-  /// y. Throws c10::ValueError with return_bias: `forward_all` returns biases.
+  /// Returns y alone.
+  ///
+  /// Throws:  c10::ValueError with return_bias; `forward_all` returns the biases too.
   at::Tensor forward(const at::Tensor& x, const GroupSplits& m_splits,
                      const GroupedLinearCall& call = {});
+  /// Returns y, and with return_bias the biases.
   GroupedLinearOutputs forward_all(const at::Tensor& x, const GroupSplits& m_splits,
                                    const GroupedLinearCall& call = {});
 
  protected:
-  /// An archive may hold one tensor for all groups, or one for each, whichever the module has.
+  /// Reads one tensor for all groups or one for each group, whichever the archive has and whichever
+  /// the module has.
   void read_parameter(torch::serialize::InputArchive& archive, const std::string& parameter,
                       at::Tensor& value) override;
 
@@ -85,19 +89,22 @@ class TANDEM_API GroupedLinearImpl : public PipelineModule {
   std::vector<at::Tensor> biases_;
 };
 
-/// y_g = x_g weight_g^T + bias_g for the rows x_g of group g, which follow each other; zeros for
-/// rows behind the last group. One pipeline.
+/// y_g = x_g weight_g^T + bias_g, where x_g are the rows of group g; groups follow each other, and
+/// rows after the last group give zeros. The module is one pipeline.
 ///
 ///   tandem::GroupedLinear experts(8, h, f, {.bias = false});
 ///   y = experts->forward(x, {20, 0, 12, 7, 1, 30, 2, 28});
 ///
-/// Parameters: weight0, weight1, ..., bias0, bias1, ..., or "weight" and "bias". Under a recipe the
-/// rows of each group, and each weight, are quantized as tensors of their own.
-/// Shapes: x [..., in_features], m_splits [num_gemms] -> y [..., out_features].
-/// Throws: c10::ValueError for sizes that are not positive, or that ranks cannot share evenly, and
-///         for a bias where ranks share the weights; a call, where m_splits is no list of num_gemms
-///         whole numbers whose sum is at most the rows of x; `load`, where the archive has as many
-///         groups as another module.
+/// Parameters: weight0, weight1, ..., bias0, bias1, ..., or "weight" and "bias". A recipe quantizes
+/// the rows of each group, and each weight, as a tensor of its own.
+///
+/// Shapes:  x [..., in_features], m_splits [num_gemms] -> y [..., out_features].
+/// Dtypes:  y has the dtype of torch.autocast, else of the weights.
+/// Throws:  the constructor: c10::ValueError for sizes that are not positive or that ranks cannot
+///          share evenly, and for a bias where ranks share the weights.
+///          A call: c10::ValueError where m_splits is no list of num_gemms whole numbers whose sum
+///          is at most the rows of x.
+///          `load`: c10::ValueError where the archive has another number of groups.
 class GroupedLinear : public torch::nn::ModuleHolder<GroupedLinearImpl> {
  public:
   using torch::nn::ModuleHolder<GroupedLinearImpl>::ModuleHolder;

@@ -1,4 +1,4 @@
-// What options of an op are set to.
+// The values of an op's options.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the modules of Tandem share: a torch::nn::Module that is one pipeline.
+// The base of Tandem's modules: a torch::nn::Module that is one pipeline.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -21,45 +21,52 @@ class Pipeline;
 struct ScalingBuffers;
 struct LeftByBackward;
 
-/// Under a recipe that keeps amaxes, an op's module has buffers "recipe_state.forward.scale",
-/// "recipe_state.forward.amax_history" and the same of backward: float32 whatever dtype the module
-/// is given, made by the first call under it or where `load` finds them. Several threads may make
-/// that call at once; none may list the module's parameters or buffers meanwhile.
+/// A module that is one pipeline. Under a recipe that keeps amaxes, an op's module has buffers
+/// "recipe_state.forward.scale", "recipe_state.forward.amax_history" and the two of
+/// "recipe_state.backward". They are float32 in a module of any dtype. The first call under the
+/// recipe creates them, or `load` where the archive has them. Several threads may make this call at
+/// once; no thread may list the module's parameters or buffers meanwhile.
 class TANDEM_API PipelineModule : public torch::nn::Module {
  public:
   ~PipelineModule() override;
 
-  /// The plans of the calls made so far: steps of both directions, what is kept, every fusion made
-  /// or refused and why. Where calls differ in what they are given to write, those of calls like
-  /// the last.
+  /// Shows the plans of the calls so far: the steps of both directions, kept values, and each
+  /// fusion or the reason of its refusal. Calls that write different tensors of the caller have
+  /// different plans; then the text shows the plans of calls like the last one.
   std::string explain(ExplainFormat format = ExplainFormat::text,
                       const StepTimes& times = {}) const;
-  /// Bytes that the last call with gradients kept for backward, inputs and parameters aside.
-  int64_t saved_bytes() const;
-  /// Keeps at most so many bytes for backward per row of the main input (numel(x) / size(-1) rows),
-  /// from the next call on; nullopt, as at first: what the MemoryBudget in force allows. Numbers do
-  /// not depend on it. `explain` shows what is kept, and what backward does instead of keeping the
-  /// rest. No other thread may call the module meanwhile.
+  /// Returns the bytes that the last call with gradients kept for backward, without inputs and
+  /// parameters.
   ///
-  /// Throws: c10::ValueError where it is negative or not finite; the next call, where the pipeline
-  ///         cannot do with so little: with the least that it needs.
+  /// Units:   bytes.
+  int64_t saved_bytes() const;
+  /// Limits the bytes that a call keeps for backward per row of the main operand, which has
+  /// numel(x) / size(-1) rows, from the next call on. nullopt, the initial value, leaves the limit
+  /// to the MemoryBudget in force. The results do not depend on the limit. `explain` shows what is
+  /// kept, and what backward does instead of keeping the rest. No other thread may call the module
+  /// meanwhile.
+  ///
+  /// Units:   bytes per row.
+  /// Throws:  c10::ValueError where the number is negative or not finite. The next call:
+  ///          c10::ValueError where its pipeline needs more; the message gives the least budget.
   void set_memory_budget(std::optional<double> bytes_per_row);
   std::optional<double> memory_budget() const;
-  /// From the next call on each quantization says what it does, under this number, to whoever takes
-  /// that (quantization/inspection.h); 0, as at first: none does. No other thread may call the
-  /// module meanwhile.
+  /// From the next call on, each quantization reports under this number to the receivers of
+  /// quantization/inspection.h. 0, the initial value, turns reports off. No other thread may call
+  /// the module meanwhile.
   void set_watched(int64_t number);
-  /// Compares fused with unfused on these tensors: outputs and gradients, for all and for random
-  /// subsets of the gradients, that of x included whether it asks for one or not. Gradients that go
-  /// into a main_grad are returned here, and no main_grad is written.
+  /// Compares the pipeline with and without fusions on these tensors: outputs and gradients, for
+  /// all gradients and for random subsets. The gradient of x is always among them. Gradients are
+  /// returned instead of added to a main_grad, so that no main_grad changes.
   VerifyReport verify(const at::Tensor& x, at::TensorList extra_inputs = {});
 
-  /// Computes the gradients that the oldest backward has left of weights whose op is
-  /// Op::with_delayed_wgrad(), and adds them to `grad()`, or to their main_grad: one call for each
-  /// backward. Does nothing where there is no such op, or where all of these weights are frozen.
+  /// Computes the gradients that the oldest backward left to this call, which are those of weights
+  /// of ops from Op::with_delayed_wgrad(), and adds them to `grad()` or to a main_grad. Call it
+  /// once for each backward. It does nothing where the module has no such op, or all such weights
+  /// are frozen.
   ///
-  /// Throws: c10::Error where there was no backward; where an input that they are computed from was
-  ///         written in place since.
+  /// Throws:  c10::Error where no backward came before, and where an operand of these gradients was
+  ///          written in place since.
   void backward_dw();
 
   void load(torch::serialize::InputArchive& archive) override;
@@ -69,46 +76,49 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
 
  protected:
   enum class Names : uint8_t {
-    /// Of the parameters of an op: "<place in the list>.<name>".
+    /// Parameters are named "<index in the list>.<name>".
     by_place,
-    /// "<name>".
+    /// Parameters are named "<name>".
     plain,
   };
-  /// Makes the parameters that no other module has, and the pipeline. `owners`: by place in the
-  /// list, modules of one op whose recipe state is that of this op too; null, or none at all: this
-  /// module's own.
+  /// Creates the pipeline, and the parameters for which the ops have no tensor. `owners` has for
+  /// each op the module of one op that owns the op's recipe state; where an entry is null or
+  /// missing, this module owns it.
   PipelineModule(const char* name, const std::vector<Op>& ops, Names names,
                  const at::TensorOptions& options,
                  const std::vector<std::shared_ptr<PipelineModule>>& owners = {});
 
-  /// The op of a module of one, on the module's parameters.
+  /// The only op of `module`, on the module's parameters.
   static const Op& op_of(const PipelineModule& module) { return module.ops_[0]; }
 
-  /// A tensor of the caller that a call writes: the option of the only op that says so.
+  /// A tensor of the caller that a call writes. `option` names the option of the module's only op
+  /// that makes the op write it.
   struct Written {
     const char* option;
     at::Tensor tensor;
   };
-  /// The main output, then the extra outputs in list order; `extra_inputs` one per unbound extra
-  /// input, in list order.
+  /// Returns the main output, then the extra outputs in the order of the list. `extra_inputs` has
+  /// one tensor for each extra input without a channel, in the order of the list.
   std::vector<at::Tensor> run(const at::Tensor& x, at::TensorList extra_inputs,
                               const std::vector<Written>& written = {});
 
-  /// Gives a parameter of this module what the archive has under its name. Throws c10::Error where
-  /// it has nothing.
+  /// Reads a parameter of this module from the archive.
+  ///
+  /// Throws:  c10::Error where the archive has no tensor under the parameter's name.
   virtual void read_parameter(torch::serialize::InputArchive& archive, const std::string& parameter,
                               at::Tensor& value);
 
  private:
-  /// The pipeline of calls that write such tensors, made by the first of them.
+  /// Returns the pipeline for calls that write these tensors of the caller; the first such call
+  /// creates it.
   Pipeline& pipeline_writing(const std::vector<Written>& written);
-  /// Puts weights that run as one product, and lie apart, behind each other in one memory.
+  /// Moves weights that one product reads into one memory, behind each other, where they lie apart.
   void bring_together();
-  /// The recipe's state, made where it is not there yet.
+  /// Returns the state of the recipe, which the first call creates.
   std::vector<at::Tensor> state(int64_t history_length);
 
-  /// Of an op with products: who keeps the state, or the module that it is registered with, this
-  /// one where both are null, and how many slots each direction has.
+  /// The owner of an op's recipe state: the module `owner`, or else the child `module` under
+  /// `name`, or else this module. `slots` counts the quantized tensors of each direction.
   struct StateOwner {
     std::shared_ptr<PipelineModule> owner;
     std::string name;
@@ -116,28 +126,30 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
     std::array<int64_t, 2> slots;
     std::array<std::shared_ptr<ScalingBuffers>, 2> directions = {};
   };
-  /// Makes the state of an owner where it is not there yet, with so many rows of history.
+  /// Creates the state of an owner, with `history_length` rows of history, unless the state exists.
   void make_state(StateOwner& owner, int64_t history_length);
   std::mutex state_mutex_;
   std::vector<StateOwner> state_owners_;
-  /// As the pipeline takes them. Whoever replaces what one holds (`to`, `load`) does so in place.
+  /// In the order of the pipeline. `to` and `load` replace data in place, so that these stay valid.
   std::vector<at::Tensor> parameters_, main_grads_;
-  /// Weights whose gradients come later, and what backward has left of them, which graphs share.
+  /// Weights with delayed gradients, and the operands that backward left. Autograd graphs share the
+  /// object.
   std::shared_ptr<LeftByBackward> left_;
   std::unique_ptr<Pipeline> pipeline_;
-  /// Of calls that write tensors of the caller, with the options that say which.
+  /// A pipeline for calls that write tensors of the caller, with the options that name the tensors.
   struct Writing {
     std::vector<std::string> options;
     std::unique_ptr<Pipeline> pipeline;
   };
   mutable std::mutex writing_mutex_;
   std::vector<Writing> writing_;
-  /// That of the last call.
+  /// The pipeline of the last call.
   std::atomic<Pipeline*> last_{nullptr};
   int64_t watched_ = 0;
-  /// On the parameters.
+  /// The ops, bound to this module's parameters.
   std::vector<Op> ops_;
-  /// The ops without main_grads, for `verify`; empty where there are none.
+  /// The ops without main_grads and delayed gradients, for `verify`; empty where the ops have
+  /// neither.
   std::string ops_to_verify_;
 };
 

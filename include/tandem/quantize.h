@@ -1,5 +1,5 @@
-// Quantizing by hand: casts, quantizers with the names and arguments of TransformerEngine's, and
-// tensors in codes.
+// Quantization outside pipelines: casts, quantizers with the names and arguments of
+// TransformerEngine, and quantized tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,38 +23,43 @@ struct Quantizer;
 class StraightThrough;
 
 struct CastOptions {
-  /// What rounds above the largest number becomes that number, or else NaN in E4M3 and infinity in
-  /// E5M2. E2M1 and E8M0 always saturate.
+  /// Magnitudes that round above the format's largest number become this number; else they become
+  /// NaN in E4M3 and infinity in E5M2. E2M1 and E8M0 always saturate.
   bool saturate = true;
-  /// An int64, or two with an offset: rounded up or down by chance instead, right on average. E8M0
-  /// is not.
+  /// A seed for stochastic rounding, which is right on average: an int64 tensor of one number, or
+  /// of a seed and an offset. E8M0 has no stochastic rounding.
   std::optional<at::Tensor> seed = std::nullopt;
 };
 
-/// codes = the nearest numbers of a format, ties to even. NaN gives 0x7F, in E8M0 0xFF; E2M1 has
-/// none, and gives 6. Signs are kept, of zeros too. E8M0 holds powers of two and rounds up, as
-/// scales are; negative numbers become its least.
+/// codes = the nearest numbers of a format, with ties to even. NaN becomes 0x7F, in E8M0 0xFF, and
+/// in E2M1, which has no NaN, 6. Signs are kept, also of zeros. E8M0 holds powers of two and rounds
+/// up, as scales do; negative numbers become its least number.
 ///
-/// dtype:   at::kFloat8_e4m3fn, kFloat8_e5m2, kFloat8_e8m0fnu or, for E2M1,
-///          at::ScalarType::Float4_e2m1fn_x2.
-/// Shapes:  x any -> codes like x, one each.
-/// Dtypes:  float32, bfloat16, float16; float64 is rounded to float32 before. Codes are uint8.
-/// Error:   none: bit by bit the same on every device (tests GoldenBlocks, QuantizeFront).
-/// Throws:  c10::ValueError (another dtype, another seed, no tensor), c10::TypeError (x of no such
-///          dtype), c10::NotImplementedError (a gradient of x is recorded).
+/// `dtype` is at::kFloat8_e4m3fn, kFloat8_e5m2, kFloat8_e8m0fnu or, for E2M1,
+/// at::ScalarType::Float4_e2m1fn_x2.
+///
+/// Shapes:  x any -> codes like x, one code in each byte.
+/// Dtypes:  x float32, bfloat16, float16, or float64, which is rounded to float32 first; codes
+///          uint8.
+/// Error:   none; every device gives the same bits (tests GoldenBlocks, QuantizeFront).
+/// Throws:  c10::ValueError (another dtype, a seed of another form, an undefined tensor),
+///          c10::TypeError (x of another dtype), c10::NotImplementedError (a gradient of x is
+///          recorded).
 TANDEM_API at::Tensor cast(const at::Tensor& x, at::ScalarType dtype,
                            const CastOptions& options = {});
 
-/// The values of codes of a format, one code in the low bits of each byte, rounded once to `to`.
+/// Returns the values of codes, one code in the low bits of each byte, rounded once to `to`.
+/// `dtype` names the format as in `cast`.
 ///
-/// Dtypes:  `to` float32, bfloat16, float16 or float64.
-/// Throws:  c10::ValueError (another dtype, no tensor), c10::TypeError (codes that are no uint8,
-///          another `to`).
+/// Shapes:  codes any -> values like codes.
+/// Dtypes:  codes uint8; `to` float32, bfloat16, float16 or float64.
+/// Throws:  c10::ValueError (another dtype, an undefined tensor), c10::TypeError (codes that are
+///          not uint8, another `to`).
 TANDEM_API at::Tensor cast_back(const at::Tensor& codes, at::ScalarType dtype,
                                 at::ScalarType to = at::kFloat);
 
-// Quantizers. Of all, `fp8_dtype` is at::kFloat8_e4m3fn or at::kFloat8_e5m2, and `rowwise` and
-// `columnwise` say which codes are wanted, one of them at least.
+// Quantizers. `fp8_dtype` is at::kFloat8_e4m3fn or at::kFloat8_e5m2. `rowwise` asks for row codes
+// and `columnwise` for column codes; at least one must be true.
 
 /// FP8 with one scale per tensor, from the tensor's own amax: scale = format max / amax.
 struct Float8CurrentScalingQuantizer {
@@ -62,80 +67,82 @@ struct Float8CurrentScalingQuantizer {
   bool rowwise = true, columnwise = true;
   /// Scales are rounded down to powers of two.
   bool force_pow_2_scales = false;
-  /// Least amax, finite and at least 0.
+  /// The least amax, finite and at least 0.
   double amax_epsilon = 0;
 };
 
-/// FP8 with a scale that is given: codes = cast(x * scale).
+/// FP8 with a scale of the caller: codes = cast(x * scale).
 struct Float8Quantizer {
-  /// One float32 each: what x is multiplied by, and the largest amax of all tensors since it was
-  /// last set to 0, which each call raises to that of x; NaN counts as none.
+  /// One float32 each: the factor of x, and the largest amax of all tensors since the caller last
+  /// set it to 0. Each quantization raises `amax` to the amax of x; NaN does not count.
   at::Tensor scale = {}, amax = {};
   at::ScalarType fp8_dtype = at::ScalarType::Undefined;
   bool rowwise = true, columnwise = true;
 };
 
-/// FP8 with one scale per block of 128 numbers of a row or a column, or of 128 by 128.
+/// FP8 with one scale per block of 128 numbers of a row or of a column, or of 128 by 128 numbers.
 struct Float8BlockQuantizer {
   at::ScalarType fp8_dtype = at::ScalarType::Undefined;
-  /// Without defaults in TransformerEngine: name those that are wanted.
+  /// False by default, because TransformerEngine has no defaults here: set at least one.
   bool rowwise = false, columnwise = false;
-  /// Least amax of a block, finite and at least 0.
+  /// The least amax of a block, finite and at least 0.
   double amax_epsilon = 0;
   /// Scales are rounded down to powers of two.
   bool force_pow_2_scales = true;
-  /// 1: lines; 2: squares, of which both directions have the same codes.
+  /// 1: blocks of 128 numbers; 2: blocks of 128 by 128, whose row codes and column codes are equal.
   int64_t block_scaling_dim = 2;
 };
 
-/// FP8 with one power of two as scale per block of 32 numbers (OCP MX).
+/// FP8 with a power of two as the scale of each block of 32 numbers (OCP MX).
 struct MXFP8Quantizer {
   at::ScalarType fp8_dtype = at::ScalarType::Undefined;
   bool rowwise = true, columnwise = true;
-  /// Blocks are 32 by 32, so that both directions have the same codes.
+  /// Blocks are 32 by 32, so that row codes and column codes are equal.
   bool with_2d_quantization = false;
 };
 
-/// E2M1, four bits, with one E4M3 scale per block of 16 numbers and one float32 per tensor (NVFP4).
+/// E2M1, four bits, with an E4M3 scale per block of 16 numbers and a float32 scale per tensor
+/// (NVFP4).
 struct NVFP4Quantizer {
   bool rowwise = true, columnwise = true;
-  /// Codes of columns are of columns that a random Hadamard transform has rotated, in bfloat16.
-  /// Their product with an operand that is rotated too is that of the numbers. Not with
-  /// `with_2d_quantization`.
+  /// Column codes are codes of columns that a random Hadamard transform rotated, in bfloat16. The
+  /// product of two rotated operands equals the product of the operands. `with_2d_quantization`
+  /// excludes it.
   bool with_rht = false;
-  /// Their amax is that of the rotated columns: as `with_rht`; there is no other.
+  /// The amax of column codes is measured after the rotation. The value must be that of `with_rht`.
   bool with_post_rht_amax = false;
-  /// Blocks are 16 by 16, so that both directions have the same codes.
+  /// Blocks are 16 by 16, so that row codes and column codes are equal.
   bool with_2d_quantization = false;
-  /// Codes are rounded up or down by chance, right on average, by a seed from the generator of x's
-  /// device.
+  /// Codes are rounded stochastically, which is right on average, with a seed from the generator of
+  /// x's device.
   bool stochastic_rounding = false;
-  /// The largest number of a block becomes 6 or 4, whichever errs less; not with
-  /// `stochastic_rounding`.
+  /// The largest number of a block becomes 6 or 4, whichever has the smaller error.
+  /// `stochastic_rounding` excludes it.
   bool nvfp4_use_4over6 = false;
-  /// What the scale of a block becomes whose amax is the tensor's: 448, or, with
-  /// `nvfp4_use_4over6`, 256.
+  /// The scale of a block whose amax is the amax of the tensor: 448, or with `nvfp4_use_4over6`
+  /// also 256.
   int64_t nvfp4_e4m3_max = 448;
-  /// What "errs" means: the sum over a block of absolute errors, or of their squares.
+  /// The error that decides between 6 and 4: the sum of absolute errors of a block, or of their
+  /// squares.
   NVFP4BlockScaling::ErrorMetric nvfp4_4over6_err_mode = NVFP4BlockScaling::ErrorMetric::mae;
 };
 
-/// A quantizer, whichever it is. A copy has the same values and, of a Float8Quantizer, the same
-/// tensors; one that was moved from may be assigned to or destroyed.
+/// Any quantizer. A copy has the same options and shares `scale` and `amax` of a Float8Quantizer. A
+/// quantizer that was moved from may only be assigned to or destroyed.
 ///
-/// Throws: c10::ValueError on arguments that are none of those above, on no direction at all, on
-///         two options that exclude each other and on any other use of one that was moved from;
-///         c10::NotImplementedError on with_post_rht_amax that is not with_rht.
+/// Throws:  c10::ValueError for an option outside its values, for neither direction, for options
+///          that exclude each other and for another use of a quantizer that was moved from;
+///          c10::NotImplementedError where with_post_rht_amax differs from with_rht.
 class TANDEM_API TensorQuantizer {
  public:
-  // Each may be passed where a quantizer is asked for.
+  // Implicit, so that a function that takes a quantizer takes each of these structs.
   TensorQuantizer(const Float8CurrentScalingQuantizer& options);  // NOLINT(*-explicit-*)
   TensorQuantizer(const Float8Quantizer& options);                // NOLINT(*-explicit-*)
   TensorQuantizer(const Float8BlockQuantizer& options);           // NOLINT(*-explicit-*)
   TensorQuantizer(const MXFP8Quantizer& options);                 // NOLINT(*-explicit-*)
   TensorQuantizer(const NVFP4Quantizer& options);                 // NOLINT(*-explicit-*)
-  /// The one that kernel ops know by this text, "mxfp8_e4m3". One whose scale is given begins with
-  /// the scale 1 and the amax 0.
+  /// Selects the quantizer that kernel ops know by this text, such as "mxfp8_e4m3". A quantizer
+  /// with a scale of the caller begins with the scale 1 and the amax 0.
   explicit TensorQuantizer(std::string_view text, bool rowwise = true, bool columnwise = true);
 
   TensorQuantizer(const TensorQuantizer&) = default;
@@ -144,13 +151,15 @@ class TANDEM_API TensorQuantizer {
   TensorQuantizer& operator=(TensorQuantizer&& other) noexcept;
   ~TensorQuantizer() = default;
 
-  /// What kernel ops know it by: "fp8_e4m3:current:eps=0:pow2=0".
+  /// The text by which kernel ops know the quantizer, such as "fp8_e4m3:current:eps=0:pow2=0".
   const std::string& text() const;
   bool rowwise_usage() const { return rowwise_; }
   bool columnwise_usage() const { return columnwise_; }
-  /// Changes which codes are wanted of what is quantized from now on; nullopt: as it is.
+  /// Sets the directions of later quantizations; nullopt leaves a direction unchanged.
+  ///
+  /// Throws:  c10::ValueError where neither direction would remain.
   void set_usage(std::optional<bool> rowwise, std::optional<bool> columnwise);
-  /// Of a Float8Quantizer; undefined of all others.
+  /// The tensors of a Float8Quantizer; undefined in other quantizers.
   const at::Tensor& scale() const { return scale_; }
   const at::Tensor& amax() const { return amax_; }
 
@@ -160,45 +169,49 @@ class TANDEM_API TensorQuantizer {
   TensorQuantizer(const char* name, const Quantizer& quantizer, bool rowwise, bool columnwise);
   const Quantizer& core() const;
 
-  /// Null where there is none.
+  /// Null after a move.
   const Quantizer* quantizer_ = nullptr;
   bool rowwise_ = true, columnwise_ = true;
   at::Tensor scale_, amax_;
 };
 
-/// What a tensor in codes consists of; undefined: absent.
+/// The parts of a quantized tensor; an absent part is undefined.
 struct QuantizedParts {
-  /// Codes, uint8, of the shape of x, with blocks along its last dimension, and along the others;
-  /// never transposed. With one scale per tensor or per square both may be the same tensor. Of four
-  /// bits there are two codes in a byte, the first in the low half: neighbours of the last
-  /// dimension, or, in columns of x as a matrix, of the first.
+  /// Codes in the shape of x, never transposed: row codes have blocks along the last dimension,
+  /// column codes along the other ones. With one scale per tensor or square blocks both may be one
+  /// tensor. A byte holds two codes of four bits, the first one in its low half: two neighbours
+  /// along the last dimension, or in column codes two neighbours along the first dimension of x as
+  /// a matrix.
+  ///
+  /// Dtypes:  uint8.
   at::Tensor rowwise_data = {}, columnwise_data = {};
-  /// Their scales: x ~= decode(data) * scale_inv.
+  /// Scales: x ~= decode(data) * scale_inv.
   at::Tensor rowwise_scale_inv = {}, columnwise_scale_inv = {};
-  /// Of formats with a second level of scale the largest magnitudes that this comes from.
+  /// The amaxes from which the scale of the tensor is computed, in formats with two levels of
+  /// scales.
   at::Tensor amax_rowwise = {}, amax_columnwise = {};
 };
 
-/// A tensor in codes, as `quantize` makes it. A copy of this object has the same parts, as a copy
-/// of an at::Tensor has the same memory.
+/// A quantized tensor. A copy of the object shares its parts, as a copy of an at::Tensor shares
+/// memory.
 ///
-/// The gradient of its numbers is that of what was quantized: rounding counts as none. It is no
-/// at::Tensor: pipelines and torch take the numbers, `dequantize()`.
+/// The gradient of the dequantized values is the gradient of x, as if nothing were rounded. The
+/// object is no at::Tensor; pipelines and torch take `dequantize()`.
 ///
-/// Throws: c10::ValueError on any use of an undefined one but to ask what it has, `defined`,
-///         `parts`, `scalar_type` and `requires_grad`, to assign to it, load or print it.
+/// Throws:  c10::ValueError for any use of an undefined object but `defined`, `parts`,
+///          `scalar_type`, `requires_grad`, assignment, load and print.
 class TANDEM_API QuantizedTensor {
  public:
-  /// One that is undefined, for torch::load to write. One that was moved from is so, too.
+  /// Creates an undefined object, such as torch::load takes. A moved-from object is undefined too.
   QuantizedTensor() = default;
-  /// Puts parts together that belong together, such as those of another one. `sizes` and `dtype`
-  /// are those of x. Where one set of codes serves both directions, that of columns is the same
-  /// tensor as that of rows.
+  /// Joins parts that belong together, such as the parts of another quantized tensor. `sizes` and
+  /// `dtype` are the sizes and the dtype of x. Where one set of codes serves both directions,
+  /// column codes and row codes must be one tensor.
   ///
-  /// Throws: c10::ValueError where there are no codes, where a part is missing, not strided or of
-  ///         another shape or dtype than the quantizer writes, where codes of columns are another
-  ///         tensor than those of rows that serve for both, and on sizes that no tensor has;
-  ///         c10::TypeError on a dtype that has no codes.
+  /// Throws:  c10::ValueError where the parts have no codes; where a part is missing, is not
+  ///          strided or has another shape or dtype than the quantizer writes; where column codes
+  ///          are another tensor than row codes that serve both directions; for sizes that no
+  ///          tensor has. c10::TypeError for a dtype that quantizers do not take.
   QuantizedTensor(const QuantizedParts& parts, const TensorQuantizer& quantizer,
                   at::ScalarType dtype, at::IntArrayRef sizes);
 
@@ -210,60 +223,69 @@ class TANDEM_API QuantizedTensor {
   const at::Tensor& columnwise_scale_inv() const { return parts_.columnwise_scale_inv; }
   const at::Tensor& amax_rowwise() const { return parts_.amax_rowwise; }
   const at::Tensor& amax_columnwise() const { return parts_.amax_columnwise; }
-  /// The one that made it. What it does to others, set_usage for one, it does to none of them.
+  /// The quantizer that computed the codes. Changes of this copy, such as set_usage, change no
+  /// tensor.
   const TensorQuantizer& quantizer() const;
   at::ScalarType scalar_type() const { return defined() ? dtype_ : at::ScalarType::Undefined; }
   at::IntArrayRef sizes() const;
-  /// Where the codes lie.
+  /// The device of the codes.
   at::Device device() const;
-  /// Whether its numbers have a gradient, which is that of x.
+  /// Whether dequantized values have a gradient, which goes to x.
   bool requires_grad() const { return history_ != nullptr; }
 
-  /// y = decode(data) * scale_inv in float32, rounded once to `dtype`, without it to that of x:
-  /// those of rows, or, with `columnwise` or where these are all, of columns. Rotated columns stay
-  /// rotated, as a matrix whose number of rows is padded to 16, and have no gradient.
+  /// y = decode(data) * scale_inv in float32, rounded once to `dtype`, by default the dtype of x.
+  /// Row codes are read; column codes are read with `columnwise`, or where the object has no row
+  /// codes. Rotated column codes give rotated columns, as a matrix whose rows are padded to a
+  /// multiple of 16, and have no gradient.
   ///
-  /// Error:  none: bitwise what the numerics page specifies (tests GoldenQuantize, QuantizeFront).
-  /// Throws: c10::ValueError where these codes are absent, or rotated and not asked for;
-  ///         c10::TypeError on a dtype other than float32, bfloat16, float16 and float64.
+  /// Shapes:  y like x, but for rotated columns.
+  /// Dtypes:  float32, bfloat16, float16, float64.
+  /// Error:   none; the numerics page specifies every bit (tests GoldenQuantize, QuantizeFront).
+  /// Throws:  c10::ValueError where these codes are absent, and where only rotated codes are there
+  ///          and `columnwise` is false; c10::TypeError for another dtype.
   at::Tensor dequantize(bool columnwise = false,
                         std::optional<at::ScalarType> dtype = std::nullopt) const;
 
-  /// The same parts, without a gradient.
+  /// Returns an object that shares the parts and has no gradient.
   QuantizedTensor detach() const;
-  /// Parts of its own.
+  /// Returns an object with copies of the parts.
   QuantizedTensor clone() const;
-  /// The same codes elsewhere; itself where they lie there. A scale that is given stays where it
-  /// is.
+  /// Returns an object with the codes on `device`, or a copy of this object where the codes lie
+  /// there. The scale of a Float8Quantizer stays on its device.
   QuantizedTensor to(at::Device device) const;
-  /// The same codes, of numbers in another dtype, in memory of its own; itself where it has that
-  /// one. Throws c10::TypeError on a dtype that has no codes.
+  /// Returns an object with copies of the codes that dequantizes to `dtype`, or a copy of this
+  /// object where `dtype` is unchanged.
+  ///
+  /// Throws:  c10::TypeError for a dtype that quantizers do not take.
   QuantizedTensor to(at::ScalarType dtype) const;
 
-  /// Writes the codes of x, such as a master copy that an optimizer has stepped, in the directions
-  /// that are there. Whoever has the same parts sees it. Has no gradient then.
+  /// Writes codes of x into the existing parts, for example of a master weight after an optimizer's
+  /// step. Objects that share the parts change too. This object has no gradient then.
   ///
-  /// Shapes: x broadcasts to sizes().
-  /// Throws: c10::ValueError on any other x.
+  /// Shapes:  x broadcasts to sizes().
+  /// Throws:  c10::ValueError where x is undefined or does not broadcast.
   QuantizedTensor& quantize_(const at::Tensor& x);
   QuantizedTensor& copy_(const at::Tensor& x) { return quantize_(x); }
-  /// The codes of another one, where the same quantizer has made the same parts; else its numbers
-  /// are quantized.
+  /// Copies the codes of `x` where both objects have the same quantizer, sizes and parts; else
+  /// quantizes the dequantized values of `x`.
   QuantizedTensor& copy_(const QuantizedTensor& x);
 
-  /// Drops the codes of a direction, for false, or gives those that are to be there, for true,
-  /// where one set of codes serves both; nullopt: as it is. Changes this object alone.
+  /// Drops the codes of a direction for false. For true, shares the codes of the other direction
+  /// where one set of codes serves both; nullopt leaves a direction unchanged. Other objects do not
+  /// change.
   ///
-  /// Throws: c10::ValueError where none would be left; c10::Error where codes are not there.
+  /// Throws:  c10::ValueError where no codes would remain; c10::Error where the codes of a
+  ///          direction are absent and cannot be shared.
   void update_usage(std::optional<bool> rowwise_usage = std::nullopt,
                     std::optional<bool> columnwise_usage = std::nullopt);
 
-  /// What torch::save and torch::load come to: the parts as plain tensors under the names of
-  /// QuantizedParts, "quantizer" its text, "dtype" and "sizes" of x and, of a Float8Quantizer,
-  /// "scale" and "amax". Archives nest: codes.save(own), then archive.write("codes", own).
+  /// torch::save and torch::load call these. An archive has the parts as tensors under the names of
+  /// QuantizedParts, the text of the quantizer as "quantizer", "dtype" and "sizes" of x and, for a
+  /// Float8Quantizer, "scale" and "amax". Archives nest: codes.save(own), then
+  /// archive.write("codes", own).
   ///
-  /// Throws: c10::ValueError where the archive holds no such tensor, or what its constructor
-  ///         refuses; it is as it was then.
+  /// Throws:  c10::ValueError where the archive has no quantized tensor, and as the constructor.
+  ///          The object is unchanged then.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
@@ -273,7 +295,8 @@ class TANDEM_API QuantizedTensor {
 
   void check_defined() const;
   bool is_rotated() const;
-  /// The same with each part changed, one that serves both directions once.
+  /// Returns an object with `change` applied to each part, once to a part that serves both
+  /// directions.
   template <typename Change>
   QuantizedTensor with(Change&& change) const;
 
@@ -281,28 +304,28 @@ class TANDEM_API QuantizedTensor {
   TensorQuantizer quantizer_;
   at::ScalarType dtype_ = at::ScalarType::Undefined;
   std::vector<int64_t> sizes_;
-  /// That of x, for its numbers; null: none.
+  /// The gradient of x, for dequantized values; null: no gradient.
   std::shared_ptr<const StraightThrough> history_;
 };
 
-/// x in the codes that a quantizer makes of it.
+/// codes = x quantized by `quantizer`.
 ///
 ///   const auto codes = tandem::quantize(x, tandem::MXFP8Quantizer{at::kFloat8_e4m3fn});
 ///
-/// Shapes:  x any -> codes and scales as the quantizer's format says.
+/// Shapes:  x any -> codes and scales in the shapes of the quantizer's format.
 /// Dtypes:  float32, bfloat16, float16, float64.
-/// Error:   none: bitwise what the numerics page specifies (tests GoldenQuantize, QuantizeFront).
-/// Throws:  c10::ValueError (no tensor), c10::TypeError (dtypes), c10::NotImplementedError (x has a
-///          tangent of forward-mode differentiation).
+/// Error:   none; the numerics page specifies every bit (tests GoldenQuantize, QuantizeFront).
+/// Throws:  c10::ValueError (an undefined tensor), c10::TypeError (another dtype),
+///          c10::NotImplementedError (x has a tangent of forward-mode differentiation).
 TANDEM_API QuantizedTensor quantize(const at::Tensor& x, const TensorQuantizer& quantizer);
 
-/// QuantizedTensor::save and load, as torch::save and torch::load call them.
+/// QuantizedTensor::save and load, in the form that torch::save and torch::load call.
 TANDEM_API torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                        const QuantizedTensor& x);
 TANDEM_API torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                       QuantizedTensor& x);
 
-/// "QuantizedTensor([4, 64], dtype=float32, quantizer=mxfp8_e4m3)".
+/// Prints a text such as "QuantizedTensor([4, 64], dtype=float32, quantizer=mxfp8_e4m3)".
 TANDEM_API std::ostream& operator<<(std::ostream& out, const QuantizedTensor& x);
 
 }  // namespace tandem

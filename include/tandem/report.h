@@ -1,4 +1,4 @@
-// What Tandem tells about a pipeline.
+// What `explain` and `verify` take and return.
 #pragma once
 
 #include <cstdint>
@@ -7,19 +7,20 @@
 
 namespace tandem {
 
-/// What `explain` shows. `dot` is a graph for Graphviz.
+/// The output format of `explain`; `dot` is a graph for Graphviz.
 enum class ExplainFormat : uint8_t { text, svg, html, json, dot };
 
-/// Microseconds of one run of a step, by its name as plans have it: a profiler's averages, which a
-/// picture then shows.
+/// The average time of one run of each step, by the step's name in the plan, which a picture shows.
+///
+/// Units:   microseconds.
 using StepTimes = std::map<std::string, double>;
 
-/// The outcome of comparing fused with unfused.
+/// The result of comparing a pipeline with and without fusions.
 struct VerifyReport {
   bool passed = true;
-  /// Tensors compared.
+  /// The number of compared tensors.
   int64_t comparisons = 0;
-  /// For people; names the first fusion that differs.
+  /// A text for the user, which names the first fusion whose tensors differ.
   std::string text;
 };
 

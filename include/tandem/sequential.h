@@ -14,26 +14,29 @@
 
 namespace tandem {
 
-/// Runs a list of operations as planned, fused and, inside an Autocast region, quantized steps: one
-/// autograd node for all of them.
+/// Runs a list of ops as the steps of a plan: fused and, inside an Autocast region, quantized. One
+/// autograd node stands for all of them.
 ///
 ///   tandem::Sequential mlp({tandem::ops::rms_norm(h), tandem::ops::linear(h, 2 * f),
-///   tandem::ops::swiglu(), tandem::ops::linear(f, h)}); at::Tensor y = mlp->forward(x);
+///                           tandem::ops::swiglu(), tandem::ops::linear(f, h)});
+///   at::Tensor y = mlp->forward(x);
 ///
-/// Parameters are called "<position in the list>.<name>", such as "1.weight".
+/// Parameters are named "<position in the list>.<name>", such as "1.weight".
 class TANDEM_API SequentialImpl : public PipelineModule {
  public:
   explicit SequentialImpl(const std::vector<Op>& ops, const at::TensorOptions& options = {});
 
-  /// The main output. Throws c10::ValueError where an op takes or returns more than one tensor that
-  /// is bound to no channel.
+  /// Returns the main output.
+  ///
+  /// Throws:  c10::ValueError where the list has an extra input or an extra output without a
+  ///          channel.
   at::Tensor forward(const at::Tensor& x);
-  /// The main output, then the extra outputs in list order; `extra_inputs` one per unbound extra
-  /// input, in list order.
+  /// Returns the main output, then the extra outputs in the order of the list. `extra_inputs` has
+  /// one tensor for each extra input without a channel, in the order of the list.
   std::vector<at::Tensor> forward(const at::Tensor& x, at::TensorList extra_inputs);
 };
 
-/// A shared handle, as those of torch::nn.
+/// A shared handle, like the handles of torch::nn.
 class Sequential : public torch::nn::ModuleHolder<SequentialImpl> {
  public:
   using torch::nn::ModuleHolder<SequentialImpl>::ModuleHolder;
@@ -47,10 +50,11 @@ inline VerifyReport verify(Sequential pipeline, const at::Tensor& x,
   return pipeline->verify(x, extra_inputs);
 }
 
-/// Instruction sets that this processor's kernels run with, the best first: "AVX3" (AVX-512),
-/// "AVX2", ..., none above TANDEM_MAX_CPU_ISA (avx512, avx2 or baseline) where that is set.
+/// Returns the instruction sets that the kernels can use on this processor, the best first: "AVX3"
+/// (AVX-512), "AVX2", ... The environment variable TANDEM_MAX_CPU_ISA (avx512, avx2 or baseline)
+/// excludes better ones.
 ///
-/// Throws: std::invalid_argument where it is set to something else.
+/// Throws:  std::invalid_argument where TANDEM_MAX_CPU_ISA has another value.
 TANDEM_API std::vector<std::string> cpu_targets();
 
 }  // namespace tandem

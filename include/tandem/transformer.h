@@ -1,5 +1,5 @@
 // A transformer layer as a module with the arguments and parameter names of
-// transformer_engine.pytorch. From the attention's result on it is one pipeline.
+// transformer_engine.pytorch. Everything after the attention is one pipeline.
 #pragma once
 
 #include <memory>
@@ -11,17 +11,17 @@
 namespace tandem {
 
 struct TransformerLayerOptions {
-  /// Of the attention; what they say of norms, biases, first values and ranks is said of the MLP
-  /// too.
+  /// Options of the attention. Its options of norms, biases, first values and ranks count for the
+  /// MLP too.
   AttentionOptions attention = {};
   /// Probability with which, in training, an element becomes zero before it is added to the
   /// residual.
   double hidden_dropout = 0.1;
-  /// By names of parameters, such as "layernorm_mlp.fc1_weight".
+  /// Keys are names of parameters, such as "layernorm_mlp.fc1_weight".
   MainGrads main_grads = {};
   /// A norm comes last, and none before the attention.
   bool output_layernorm = false;
-  /// As of LayerNormMLPOptions.
+  /// These two are the options of LayerNormMLPOptions.
   std::string activation = "gelu";
   OptionValues activation_params = {};
 };
@@ -32,10 +32,10 @@ class TANDEM_API TransformerLayerImpl : public torch::nn::Module {
                        const TransformerLayerOptions& layer = {},
                        const at::TensorOptions& options = {});
 
-  /// y, of the shape of x.
+  /// Returns y, in the shape of x.
   at::Tensor forward(const at::Tensor& x, const AttentionArguments& arguments = {});
 
-  /// The plans of what follows the attention.
+  /// Shows the plans of the pipeline after the attention.
   std::string explain(ExplainFormat format = ExplainFormat::text) const;
   void train(bool on = true) override;
 
@@ -43,7 +43,8 @@ class TANDEM_API TransformerLayerImpl : public torch::nn::Module {
   class Tail;
 
   MultiheadAttention attention_;
-  /// No child: what it consists of has its place already.
+  /// The pipeline after the attention. It is not registered as a child, because its parameters
+  /// belong to other children.
   std::shared_ptr<Tail> tail_;
 };
 
@@ -51,11 +52,16 @@ class TANDEM_API TransformerLayerImpl : public torch::nn::Module {
 ///
 ///   tandem::TransformerLayer layer(h, 4 * h, 8, {.activation = "swiglu"});
 ///
-/// Two pipelines with torch's attention between: the norm and the projection to queries, keys and
-/// values; and the projection behind the attention, dropout, residual, norm, MLP, dropout and
-/// residual. Parameters: `self_attention`, as MultiheadAttention; `layernorm_mlp`, as LayerNormMLP;
-/// `layernorm`, of output_layernorm.
-/// Throws: as MultiheadAttention and LayerNormMLP.
+/// The layer is two pipelines with torch's attention between them. The first computes the norm and
+/// the projection to queries, keys and values; the second computes the output projection, dropout,
+/// residual, norm, MLP, dropout and residual.
+///
+/// Parameters: `self_attention` has those of MultiheadAttention, `layernorm_mlp` those of
+/// LayerNormMLP; with output_layernorm there is `layernorm`.
+///
+/// Shapes:  x [sequence, batch, hidden_size], or with bshd [batch, sequence, hidden_size] -> y like
+///          x.
+/// Throws:  as MultiheadAttention and LayerNormMLP.
 class TransformerLayer : public torch::nn::ModuleHolder<TransformerLayerImpl> {
  public:
   using torch::nn::ModuleHolder<TransformerLayerImpl>::ModuleHolder;

@@ -1,5 +1,5 @@
-// Codes of weights for those who call products without a pipeline: kept by the caller, made again
-// where the weight has changed.
+// Codes of weights for callers that multiply without a pipeline. The caller keeps the codes, which
+// are recomputed where the weight has changed.
 #pragma once
 
 #include "kernel_ops/weights/weights.h"
@@ -12,7 +12,8 @@ using kernel_ops::quantize_weight;
 using kernel_ops::Said;
 using kernel_ops::WeightCodes;
 
-/// While one of these lives, this thread says something of the weights that its pipelines use.
+/// While an object lives, it declares a fact (Said) about all weights that pipelines of this thread
+/// use.
 class SayingOfWeights {
  public:
   explicit SayingOfWeights(Said said) { kernel_ops::say(said); }
@@ -24,8 +25,8 @@ class SayingOfWeights {
   Said before_ = kernel_ops::said_now();
 };
 
-/// That nobody has written them since their codes were made (Said::unchanged): their bytes are not
-/// compared.
+/// Declares that no weight was written since its codes were computed (Said::unchanged), so that the
+/// bytes of weights are not compared.
 ///
 ///   { tandem::WeightsUnchanged unchanged; loss = model->forward(x).sum(); }
 class WeightsUnchanged : public SayingOfWeights {
@@ -33,8 +34,8 @@ class WeightsUnchanged : public SayingOfWeights {
   WeightsUnchanged() : SayingOfWeights(Said::unchanged) {}
 };
 
-/// That their codes are to be made, in the first micro-batch of a step; in the others, that nobody
-/// has written them since: `is_first_microbatch` of Python's modules.
+/// Declares the micro-batch of a step, as `is_first_microbatch` of Python's modules does: the first
+/// one has the codes of weights computed, and the others find every weight unchanged.
 ///
 ///   { tandem::Microbatch one(/*is_first=*/i == 0); loss = model->forward(x[i]).sum(); }
 class Microbatch : public SayingOfWeights {
