@@ -131,8 +131,8 @@ Tensor apply_rotary_pos_emb(const Tensor& t, const Tensor& freqs, QkvFormat tens
 
 namespace {
 
-/// `kept`, or a copy where `fresh` is wider, as behind autocast, or where inference mode has made
-/// it and is over.
+/// Returns `kept`, or a copy where `fresh` has a wider dtype, as after autocast, and where `kept`
+/// was created in an inference mode that has ended.
 Tensor writable(const Tensor& kept, const Tensor& fresh) {
   const bool is_closed = kept.is_inference() && !c10::InferenceMode::is_enabled();
   return kept.to(c10::promoteTypes(kept.scalar_type(), fresh.scalar_type()),
@@ -157,7 +157,7 @@ void InferenceParams::swap_key_value_dict(const Tensor& batch_indices) {
   for (auto& [layer, memory] : key_value_memory_dict)
     memory = {memory.first.index_select(1, batch_indices),
               memory.second.index_select(1, batch_indices)};
-  for (const int64_t one : std::set<int64_t>(recorded_))  // any of them, without a look at indices
+  for (const int64_t one : std::set<int64_t>(recorded_))  // all sequences; indices stay unread
     for (int64_t row = 0; row < max_batch_size; ++row)
       recorded_.insert(one - one % max_batch_size + row);
 }
@@ -191,10 +191,11 @@ std::pair<Tensor, Tensor> InferenceParams::step(
     const Tensor own = memory.narrow(1, batch_size_offset, batch);
     own.narrow(0, begin, length).copy_(fresh.detach());
     if (!is_recording) return own.narrow(0, 0, end).to(fresh.scalar_type());
-    // What backward reads is no memory that a later step writes.
+    // Backward must not read memory that a later step writes, so the results are copies.
     const Tensor earlier = own.narrow(0, 0, begin).detach().to(fresh.scalar_type());
     const Tensor all = at::cat({earlier, fresh});
-    // On the way to the new positions: no backward for chosen inputs goes to earlier ones.
+    // The hook lies on the graph of the new positions: a backward that computes the gradients of
+    // chosen inputs only never reaches the earlier positions.
     if (!is_constant)
       (all.requires_grad() ? all : all.requires_grad_()).register_hook(refuse_gradient);
     return all;
@@ -218,7 +219,7 @@ void InferenceParams::claim(int64_t layer, const std::shared_ptr<const torch::nn
   writers_[layer] = writer;
 }
 
-// The module.
+// MultiheadAttention.
 
 MultiheadAttentionImpl::MultiheadAttentionImpl(int64_t hidden_size, int64_t num_attention_heads,
                                                const MultiheadAttentionOptions& own,
@@ -298,8 +299,8 @@ MultiheadAttentionImpl::MultiheadAttentionImpl(int64_t hidden_size, int64_t num_
                                 .init_method = attention.output_layer_init_method,
                                 .tensor_parallel = parallel,
                                 .main_grads = main_grads("proj"),
-                                // Attention keeps its result for its own
-                                // backward, unless it drops any of it.
+                                // Without dropout, attention keeps its result for its own backward
+                                // anyway.
                                 .save_original_input = attention.attention_dropout == 0},
                   options));
 }
@@ -383,7 +384,7 @@ Tensor MultiheadAttentionImpl::seen_or_added(const Tensor& mask, const Tensor& m
 Tensor MultiheadAttentionImpl::attend(const Heads& heads, std::optional<Tensor> mask,
                                       AttnMaskType type) const {
   const int64_t rows = heads.query.size(-2), columns = heads.key.size(-2);
-  // Torch's own causal mask has the first positions at one place, not the last.
+  // Torch's causal mask aligns the first query and the first key; this module aligns the last ones.
   const bool has_own = is_causal(type) && (mask || rows != columns);
   if (has_own) {
     const Tensor causal =

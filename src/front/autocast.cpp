@@ -14,7 +14,7 @@ Autocast::Autocast(bool enabled, const Recipe& recipe)
     : region_(enter_autocast(enabled ? to_json(recipe).dump() : "null")) {}
 
 namespace {
-/// Of a destructor, which may not throw.
+/// Ends a region. A destructor calls this function, so it must not throw.
 void leave(const RegionPtr& region, const char* what) {
   const bool in_order = exit_autocast(region);
   try {

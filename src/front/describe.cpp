@@ -61,7 +61,7 @@ DescribedOps describe(const std::vector<Op>& ops) {
   DescribedOps described;
   std::vector<OpEntry> entries;
   std::vector<size_t> delaying;
-  std::vector<std::pair<size_t, size_t>> written;  // by which entry, how many tensors
+  std::vector<std::pair<size_t, size_t>> written;  // index of the entry, number of tensors
   uint32_t state_holders = 0;
   for (size_t i = 0; i < ops.size(); ++i) {
     SlotCount& slots = described.slots.emplace_back();

@@ -12,7 +12,7 @@ namespace tandem::functional {
 
 struct Context::Inner {
   PlainContext context;
-  /// Of each gradient; empty where there is none.
+  /// The name of each gradient; empty for an extra input, which has none.
   std::vector<std::string> names;
   size_t outputs;
 };
@@ -28,11 +28,11 @@ namespace {
 using at::Tensor;
 using Named = std::map<std::string, Tensor>;
 
-/// An op on tensors.
+/// An op and the tensors of its call.
 struct Call {
   Op op;
   std::vector<Tensor> inputs;
-  /// By the op's names.
+  /// Parameters by their names in the op.
   Named parameters;
   const Common& common;
 };

@@ -14,7 +14,8 @@ namespace tandem {
 
 namespace {
 
-/// Draws the weight of each group by itself, as where each is a parameter.
+/// Draws the weight of each group separately, so that a packed weight starts with the same values
+/// as single ones.
 Init each_group(const Init& init) {
   return [init](const at::Tensor& weights) {
     for (const at::Tensor& weight : weights.unbind(0)) init(weight);

@@ -13,10 +13,11 @@ namespace ops {
 
 namespace {
 
-/// Of a norm's parameters; that of RMSNorm has the first alone.
+/// The module's names for the parameters of a norm; RMSNorm has only the first one.
 const std::vector<std::string> kNormNames = {"layer_norm_weight", "layer_norm_bias"};
 
-/// The norm and its output as a result, with the collectives in front of the product.
+/// Adds the norm, its output as a result where the options return it, and the collectives before
+/// the product.
 template <typename Options>
 void add_norm(Parts& parts, int64_t features, const Options& options,
               const std::vector<Op>& before) {
@@ -31,8 +32,8 @@ void add_norm(Parts& parts, int64_t features, const Options& options,
   if (options.return_layernorm_output && is_gathered) parts.add(make_extra_output());
 }
 
-/// A product, what reduces it over ranks, and its bias, unless that is returned: then it is a
-/// parameter that no part reads.
+/// Adds a product, the collectives that reduce it over ranks, and its bias. A bias that is returned
+/// becomes a parameter that no part reads.
 void add_product(Parts& parts, int64_t in, int64_t out, const std::string& prefix,
                  const Init& init_method, const std::vector<Op>& after, bool bias,
                  bool return_bias) {
@@ -50,7 +51,7 @@ void add_product(Parts& parts, int64_t in, int64_t out, const std::string& prefi
   parts.add_parameter(std::move(spec));
 }
 
-/// A product of `features` of one rank, behind a norm where `add_first` puts one.
+/// Builds an op with one product. `add_first` adds the parts before the product, such as a norm.
 template <typename Options, typename AddFirst>
 Op make_one_product(const std::string& name, int64_t in_features, int64_t out_features,
                     const Options& options, AddFirst&& add_first) {
@@ -86,7 +87,7 @@ Op make_layer_norm_linear(int64_t in_features, int64_t out_features,
                           });
 }
 
-/// Whether an activation halves its input. Throws c10::ValueError for one that is none.
+/// Whether an activation is a gated unit. Throws c10::ValueError for an unknown activation.
 bool is_gated(const std::string& activation) {
   std::string names;
   for (const std::string& name : op_names()) {

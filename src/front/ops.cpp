@@ -113,7 +113,7 @@ namespace ops {
 
 namespace {
 
-/// The sizes in the order of the definition.
+/// Returns the sizes in the order of the definition.
 std::vector<int64_t> checked_sizes(const OpDef& def,
                                    const std::vector<std::pair<std::string, int64_t>>& given) {
   std::string names;
@@ -151,7 +151,7 @@ Init init_of(const ParamDef& param, const OptionValues& options) {
   return init::kaiming_uniform();
 }
 
-/// The parameters of an op; those of a list where `options` say how many there are.
+/// Returns the parameters of an op whose definition has no list of parameters.
 std::vector<ParameterSpec> parameters_of(const OpDef& def, const std::vector<int64_t>& sizes,
                                          const OptionValues& options) {
   std::vector<ParameterSpec> specs;
@@ -169,7 +169,7 @@ std::vector<ParameterSpec> parameters_of(const OpDef& def, const std::vector<int
   return specs;
 }
 
-/// Throws where the op would refuse them later.
+/// Throws where a pipeline would refuse the options later.
 void check_options(const OpDef& def, const OptionValues& options) {
   def.signature.parse(def.name,
                       nlohmann::json::parse(options_text(std::string(def.name), options)));
@@ -252,7 +252,7 @@ namespace {
 
 using Split = std::vector<std::pair<std::string, int64_t>>;
 
-/// The features of one rank of `ranks`, by part.
+/// Returns the features of each part on one of `ranks` ranks.
 Split checked_split(const std::string& op, const Split& parts, int64_t out_features,
                     int64_t ranks) {
   Split own;
@@ -270,7 +270,7 @@ Split checked_split(const std::string& op, const Split& parts, int64_t out_featu
   return own;
 }
 
-/// Makes the rows of a parameter parameters of their own.
+/// Replaces a parameter by one parameter for each part of its rows.
 void split_parameter(Op& op, const std::string& operand, const Split& parts) {
   const size_t place = place_of_parameter(op, operand), more = parts.size() - 1;
   const ParameterSpec whole = op.parameters[place];
@@ -402,7 +402,7 @@ Op layer_norm(int64_t hidden, const NormOptions& options) {
 
 namespace {
 
-/// A norm whose parameters have this shape.
+/// A norm over as many dimensions as `shape` has.
 Op norm_over(const std::string& name, const std::vector<int64_t>& shape,
              const NormOptions& options) {
   TORCH_CHECK_VALUE(!shape.empty() && std::ranges::all_of(shape, [](int64_t d) { return d > 0; }),

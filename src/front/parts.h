@@ -1,4 +1,4 @@
-// What ops of several basic ops are made of.
+// Builds ops that consist of several basic ops.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,17 @@
 
 namespace tandem::ops {
 
-/// Adds basic ops one by one, whose parameters become those of the op.
+/// Collects parts; the parameters of the parts become parameters of the op.
 class Parts {
  public:
   explicit Parts(std::string name) : op_{std::move(name), {}, {}} {}
 
-  /// `names`: the parameters of `part` by the op's own names, in their order; empty: as they are.
+  /// `names` renames the parameters of `part`, in their order; empty: the names stay.
   void add(const Op& part, const std::vector<std::string>& names = {});
-  /// A parameter that no part reads.
+  /// Adds a parameter that no part reads.
   void add_parameter(ParameterSpec spec) { op_.parameters.push_back(std::move(spec)); }
   ParameterSpec& parameter(const std::string& name);
-  /// Backward computes again what the parts so far give.
+  /// Has backward recompute the parts that were added so far.
   void recompute() {
     for (BasicOp& part : op_.basic_ops) part.recompute = true;
   }
@@ -30,7 +30,7 @@ class Parts {
   Op op_;
 };
 
-/// The collectives around a product, and how many ranks share its weight.
+/// The collectives before and after a product, and the number of ranks that share its weight.
 struct Collectives {
   std::vector<Op> before, after;
   int64_t size = 1;
@@ -38,12 +38,11 @@ struct Collectives {
 /// Throws c10::ValueError, in the name of `op`, where the group has no name or no ranks.
 Collectives collectives(const std::string& op, const TensorParallel& parallel);
 
-/// The features of one rank. Throws c10::ValueError where they are not positive, or where ranks
-/// cannot share them evenly.
+/// Returns the features of one rank. Throws c10::ValueError where `features` is not positive or
+/// ranks cannot share it evenly.
 int64_t share(const std::string& op, const char* name, int64_t features, int64_t ranks);
 
-/// What becomes of the gradients of weights: the `main_grads` of a module's options, and its
-/// `delay_wgrad_compute`.
+/// Applies the options `main_grads` and `delay_wgrad_compute` of a module to its op.
 template <typename Options>
 Op with_gradients(Op op, const Options& options) {
   for (const auto& [weight, main_grad] : options.main_grads)
@@ -51,14 +50,15 @@ Op with_gradients(Op op, const Options& options) {
   return options.delay_wgrad_compute ? op.with_delayed_wgrad() : op;
 }
 
-/// The parameters that none of its parts reads.
+/// Returns the parameters that no basic op reads.
 std::vector<at::Tensor> unread_parameters(const Op& op);
 
-/// Makes "weight" and "bias" of an op parameters of their own for each part of the output features,
-/// which are those of all ranks: "<name>_weight". Does nothing where there are no parts.
+/// Splits the parameters "weight" and "bias" of an op into one for each part of the output
+/// features: "<name>_weight", "<name>_bias". `out_features` and the features of parts count all
+/// ranks. Does nothing where `parts` is empty.
 ///
-/// Throws: c10::ValueError where the parts do not sum up to out_features, have no names that
-///         differ, or where ranks cannot share them evenly.
+/// Throws:  c10::ValueError where parts do not sum up to out_features, where their names do not
+///          differ, and where ranks cannot share them evenly.
 void split_parameters(Op& op, const std::vector<std::pair<std::string, int64_t>>& parts,
                       int64_t out_features, int64_t ranks);
 

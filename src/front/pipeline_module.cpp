@@ -27,11 +27,11 @@ namespace {
 constexpr std::array kDirections = {"forward", "backward"};
 }  // namespace
 
-/// The state of delayed scaling in one direction. No dtype that its owner is given becomes its own.
+/// The state of delayed scaling in one direction. Its dtypes do not follow the dtype of its owner.
 struct ScalingBuffers : public torch::nn::Module {
   ScalingBuffers(int64_t slots, int64_t history_length, c10::Device device)
       : torch::nn::Module("DelayedScalingState") {
-    const c10::InferenceMode no_inference(false);  // it must serve in every mode
+    const c10::InferenceMode no_inference(false);  // calls in other modes write it
     const at::TensorOptions options = at::TensorOptions().dtype(at::kFloat).device(device);
     scale = register_buffer("scale", at::ones({slots}, options));
     amax_history = register_buffer("amax_history", at::zeros({history_length, slots}, options));
@@ -47,11 +47,12 @@ struct ScalingBuffers : public torch::nn::Module {
   }
 
   at::Tensor scale, amax_history;
-  /// Whose amaxes wait: a region of this process, so it is in no checkpoint.
+  /// The number of the region whose amaxes are pending. It means nothing in another process, so
+  /// checkpoints do not hold it.
   at::Tensor pending;
 };
 
-/// What backward leaves of weights whose gradients come later, oldest first.
+/// The operands of delayed gradients, by backward, the oldest first.
 struct LeftByBackward {
   using Entry = std::vector<at::Tensor>;
   using Weights = DescribedOps::DelayedWeights;
@@ -62,7 +63,8 @@ struct LeftByBackward {
       for (size_t place = 0; place < weights[w].left(); ++place) places.emplace_back(w, place);
   }
 
-  /// A tensor that backward is about to fill: those of one entry are asked for in their order.
+  /// Returns a tensor for backward to fill. Backward requests the tensors of one entry in their
+  /// order.
   at::Tensor tensor(size_t i) {
     thread_local std::weak_ptr<Entry> filling;
     const auto [w, place] = places[i];
@@ -76,7 +78,8 @@ struct LeftByBackward {
     return (*filling.lock())[place];
   }
 
-  /// The oldest that was filled: backward may have failed before.
+  /// Removes and returns the oldest entry that backward filled; a failed backward leaves empty
+  /// ones.
   Entry pop(size_t w) {
     const std::lock_guard<std::mutex> lock(mutex);
     for (auto& list = entries[w]; !list.empty();) {
@@ -89,7 +92,7 @@ struct LeftByBackward {
   }
 
   const std::vector<Weights> weights;
-  /// Of each tensor: which weights, place in the entry.
+  /// For each tensor the index of its weights, and its index in the entry.
   std::vector<std::pair<size_t, size_t>> places;
   std::mutex mutex;
   std::vector<std::deque<std::shared_ptr<Entry>>> entries;
@@ -97,7 +100,7 @@ struct LeftByBackward {
 
 namespace {
 
-/// Calls `work` with the places of parameters that are joined to one.
+/// Calls `work` with the indices of each group of parameters that is joined to one.
 template <typename Work>
 void for_each_join(const Op& op, Work&& work) {
   for (const BasicOp& basic : op.basic_ops) {
@@ -107,7 +110,7 @@ void for_each_join(const Op& op, Work&& work) {
   }
 }
 
-/// A tensor as rows of another one, which lie behind each other.
+/// Hands out the rows of a tensor as consecutive views.
 class RowsOf {
  public:
   explicit RowsOf(at::Tensor whole) : whole_(std::move(whole)) {}
@@ -127,8 +130,8 @@ bool lie_together(at::TensorList parts) {
   return true;
 }
 
-/// Tensors for the parameters that the op has not been given. Those that are joined to one lie one
-/// behind the other in one memory.
+/// Creates tensors for the parameters that the op has no tensor for. Parameters that are joined to
+/// one lie behind each other in one memory.
 std::vector<at::Tensor> empty_parameters(const Op& op, const at::TensorOptions& options) {
   std::vector<at::Tensor> made(op.parameters.size());
   for_each_join(op, [&](std::span<const size_t> places) {
@@ -150,7 +153,7 @@ std::vector<at::Tensor> empty_parameters(const Op& op, const at::TensorOptions& 
   return made;
 }
 
-/// The ops with their gradients returned.
+/// The ops without main_grads and delayed gradients, so that backward returns all gradients.
 std::vector<Op> with_gradients(std::vector<Op> ops) {
   for (Op& op : ops) {
     for (BasicOp& basic : op.basic_ops)
@@ -174,7 +177,7 @@ PipelineModule::PipelineModule(const char* name, const std::vector<Op>& ops, Nam
                                const std::vector<std::shared_ptr<PipelineModule>>& owners)
     : torch::nn::Module(name), ops_(ops) {
   DescribedOps described = describe(ops);
-  pipeline_ = std::make_unique<Pipeline>(std::move(described.text));  // refuses before all else
+  pipeline_ = std::make_unique<Pipeline>(std::move(described.text));  // throws first of all
   last_ = pipeline_.get();
   main_grads_ = std::move(described.main_grads);
   if (!described.delayed.empty())
@@ -267,7 +270,7 @@ void PipelineModule::backward_dw() {
       ops::add_left_grad_weight(left, main_grads[0], /*accumulate=*/true);
       continue;
     }
-    // Of groups, each has a weight of its own unless one parameter holds all.
+    // Each group has its own weight, unless one packed parameter holds all weights.
     at::Tensor all = of_groups ? ops::left_grad_weights(left) : ops::left_grad_weight(left);
     if (of_groups && all.dim() != parameters_[parameters[0]].dim()) all = all.flatten(0, 1);
     RowsOf gradients(all);
@@ -326,7 +329,7 @@ void PipelineModule::make_state(StateOwner& owner, int64_t history_length) {
 }
 
 std::vector<at::Tensor> PipelineModule::state(int64_t history_length) {
-  const std::lock_guard<std::mutex> lock(state_mutex_);  // the first calls of threads
+  const std::lock_guard<std::mutex> lock(state_mutex_);  // several threads may make the first call
   std::vector<at::Tensor> state;
   for (StateOwner& owner : state_owners_) {
     if (owner.owner) {
@@ -354,7 +357,7 @@ void PipelineModule::read_parameter(torch::serialize::InputArchive& archive,
 void PipelineModule::load(torch::serialize::InputArchive& archive) {
   for (StateOwner& owner : state_owners_) {
     torch::serialize::InputArchive own, kept, direction;
-    if (owner.owner) continue;  // who loads it
+    if (owner.owner) continue;  // the owner loads its state
     if (!owner.name.empty() && !archive.try_read(owner.name, own)) continue;
     if (!(owner.name.empty() ? archive : own).try_read("recipe_state", kept)) continue;
     at::Tensor history;

@@ -137,9 +137,9 @@ void check_one_number(const char* name, const Tensor& tensor) {
       ". Pass at::ones({1}) to begin with.");
 }
 
-// Tensors in codes.
+// Quantized tensors.
 
-/// In the order of a group.
+/// In the order of the results of kernel_ops::Quantize.
 constexpr std::array<Tensor QuantizedParts::*, group_amax> kParts = {
     &QuantizedParts::rowwise_data,         &QuantizedParts::rowwise_scale_inv,
     &QuantizedParts::amax_rowwise,         &QuantizedParts::columnwise_data,
@@ -148,7 +148,7 @@ constexpr std::array<const char*, group_amax> kNames = {"rowwise_data",         
                                                         "amax_rowwise",         "columnwise_data",
                                                         "columnwise_scale_inv", "amax_columnwise"};
 
-/// Whether numbers of this dtype are quantized.
+/// Whether quantizers take numbers of this dtype.
 bool has_codes(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
          dtype == at::kDouble;
@@ -165,7 +165,7 @@ Direction direction_of(size_t part) {
   return part < kPartsOfCodes ? Direction::row : Direction::column;
 }
 
-/// The parts of what a quantizer returned: what serves both directions is that of rows.
+/// Sorts the results of a quantizer into parts. Parts that serve both directions are the row parts.
 QuantizedParts parts_of(const kernel_ops::Results<group_size>& group, const Quantizer& quantizer,
                         bool rowwise, bool columnwise) {
   QuantizedParts parts;
@@ -177,7 +177,7 @@ QuantizedParts parts_of(const kernel_ops::Results<group_size>& group, const Quan
   return parts;
 }
 
-/// Codes of x, and, by `amax`, the largest magnitude.
+/// Quantizes x, and raises `amax` to the amax of x where `amax` is defined.
 QuantizedParts codes_of(const Tensor& x, const Quantizer& quantizer, bool rowwise, bool columnwise,
                         const Tensor& scale, const Tensor& amax) {
   std::optional<Tensor> given;
@@ -187,7 +187,7 @@ QuantizedParts codes_of(const Tensor& x, const Quantizer& quantizer, bool rowwis
   const c10::AutoGradMode no_grad(false);
   const auto group = kernel_ops::dispatch<kernel_ops::Quantize>(
       {.x = x, .given = given, .quantizer = quantizer, .output_mask = {rowwise, columnwise, true}});
-  // Of this step's other calls too; a NaN counts as none.
+  // fmax keeps the amaxes of earlier calls of the step, and ignores NaN.
   if (amax.defined()) amax.copy_(at::fmax(amax, group[group_amax].view_as(amax)));
   return parts_of(group, quantizer, rowwise, columnwise);
 }
@@ -213,7 +213,7 @@ void check_sizes(at::IntArrayRef sizes) {
                     sizes, ". Pass those of x.");
 }
 
-/// Throws c10::ValueError unless these are the parts of numbers of these sizes.
+/// Throws c10::ValueError unless the parts fit numbers of these sizes.
 void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::IntArrayRef sizes) {
   check_sizes(sizes);
   const CodeLayout& layout = quantizer.format->layout;
@@ -256,7 +256,7 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
   }
 }
 
-/// Whether tensors that were read from an archive are one that was written twice.
+/// Whether two tensors from an archive have equal bytes, as if one tensor had been written twice.
 bool are_one(const Tensor& a, const Tensor& b) {
   if (!a.defined() || !b.defined() || a.layout() != at::kStrided || b.layout() != at::kStrided ||
       a.device() != b.device() || a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes())

@@ -6,7 +6,7 @@ namespace tandem {
 
 namespace {
 
-/// An entry of the tail: a module of one op, or an op without state.
+/// An entry of the tail: the op of a module, or an op without state.
 struct Entry {
   Op op;
   std::shared_ptr<PipelineModule> owner = nullptr;
@@ -14,7 +14,7 @@ struct Entry {
 
 }  // namespace
 
-/// What follows the attention, over the parameters and the state of its modules.
+/// The pipeline after the attention, which reads the parameters and the state of other modules.
 class TransformerLayerImpl::Tail : public PipelineModule {
  public:
   static Entry entry(const std::shared_ptr<OpModule>& module) { return {op_of(*module), module}; }
