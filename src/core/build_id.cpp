@@ -8,7 +8,7 @@ namespace tandem {
 namespace {
 
 struct Search {
-  /// An address in the object that is looked for.
+  /// An address inside the object that is searched for.
   uintptr_t inside;
   std::string id;
 };

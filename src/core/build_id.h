@@ -7,7 +7,7 @@
 
 namespace tandem {
 
-/// The linker's build id of libtandem as hexadecimal digits: it changes with every change of code.
+/// The linker's build id of libtandem in hexadecimal digits. Every change of code changes it.
 TANDEM_API const std::string& build_id();
 
 }  // namespace tandem

@@ -1,4 +1,4 @@
-// What is made once per key and read without a lock, in bounded memory.
+// A bounded cache of immutable objects, most of which are read without a lock.
 #pragma once
 
 #include <atomic>
@@ -11,16 +11,17 @@
 
 namespace tandem {
 
-/// Immutable things by key. The first `kLasting` stay as long as this and are found without a lock.
-/// A program that makes more than those makes ever new ones: of them the last `kRecent` that were
-/// asked for stay, behind a lock. Whoever uses one holds it.
+/// Maps keys to immutable objects. The first `kLasting` objects stay as long as the cache, and
+/// readers find them without a lock. A program that adds more usually never stops adding; of the
+/// later objects only the `kRecent` that were used last stay, behind a lock. A user of an object
+/// holds a shared pointer to it.
 template <typename Key, typename T>
 class Cache {
  public:
   using Made = std::shared_ptr<const T>;
   static constexpr size_t kLasting = 32, kRecent = 32;
 
-  /// Null where there is none.
+  /// Returns null where the key is unknown.
   Made find(const Key& key) const {
     for (const Entry* entry = newest_.load(std::memory_order_acquire); entry != nullptr;
          entry = entry->older)
@@ -30,9 +31,10 @@ class Cache {
     return find_recent(key);
   }
 
-  /// Adds what was made for a key unless another thread was faster, and returns what stays.
+  /// Adds an object unless another thread has added one for the key, and returns the object in the
+  /// cache.
   Made insert(Key key, Made made) const {
-    Made dropped;  // destroyed without the lock: what it holds may look here
+    Made dropped;  // destroyed after the lock, as its members may use this cache
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const Entry& entry : lasting_)
       if (entry.key == key) return entry.made;
@@ -51,7 +53,7 @@ class Cache {
     return made;
   }
 
-  /// Those that stay in the order in which they were made, then the others.
+  /// Returns the lasting objects in the order of their insertion, then the recent ones.
   std::vector<Made> all() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<Made> all;
@@ -81,7 +83,7 @@ class Cache {
   mutable std::atomic<const Entry*> newest_{nullptr};
   mutable std::atomic<bool> overflows_{false};
   mutable std::deque<Entry> lasting_;
-  /// The last one asked for first.
+  /// The object that was used last comes first.
   mutable std::list<std::pair<Key, Made>> recent_;
 };
 

@@ -1,4 +1,4 @@
-// What an implementation sees of the step it runs.
+// The arguments of an implementation: the step that it runs, and the values of the run.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,16 +14,16 @@ namespace tandem {
 
 /// How a frame runs its steps.
 enum class Path : uint8_t {
-  /// Plain tensors, no modes: device kernels that write into what the frame allocates.
+  /// On dense tensors without modes: kernels write into tensors that the frame allocates.
   direct,
-  /// Through the dispatcher: what tracing, modes and subclasses see.
+  /// Through the dispatcher, where tracing, modes and subclasses see each kernel op.
   dispatch,
-  /// In differentiable ATen operations, under autograd: functorch, forward mode, backward of
-  /// backward.
+  /// In differentiable ATen operations under autograd: for functorch, forward-mode differentiation
+  /// and backward of backward.
   composite,
 };
 
-/// What user code saved: tensors, and plain fields that live as long as the call.
+/// A value that user code saved: tensors, and fields that are no tensors.
 struct Opaque {
   std::vector<at::Tensor> tensors;
   std::shared_ptr<void> fields;
@@ -32,7 +32,7 @@ struct Opaque {
 /// The values of one run of one direction of a plan.
 class TANDEM_API Frame {
  public:
-  /// `slots`: number of tensors.
+  /// `slots` is the number of tensors.
   Frame(Path path, const std::vector<Type>& types, const std::vector<uint32_t>& slot_of,
         size_t slots)
       : path_(path), types_(types), slot_of_(slot_of), tensors_(slots) {}
@@ -43,12 +43,13 @@ class TANDEM_API Frame {
   at::Tensor& tensor(Value value, size_t part = 0) {
     return tensors_[slot_of_[index_of(value)] + part];
   }
-  /// All tensors of a value: of an opaque one those that its op has saved.
+  /// Returns all tensors of a value. The tensors of an opaque value are those that its op saved.
   at::TensorList tensors(Value value) {
     if (type(value).format == Format::opaque) return opaque(value).tensors;
     return {tensors_.data() + slot_of_[index_of(value)], tensors_per_value(type(value))};
   }
-  /// Of the numbers of packed codes, and what was noted; null where nothing was.
+  /// Records, and returns, the sizes of the numbers that packed codes stand for; null where no
+  /// sizes were recorded.
   void note_sizes(Value codes, c10::SymDimVector sizes) {
     noted_.emplace_back(codes, std::move(sizes));
   }
@@ -64,13 +65,13 @@ class TANDEM_API Frame {
     shapes_.resize(shapes);
   }
 
-  /// What the caller gives to user code besides tensors, or null: of a forward, while it runs.
+  /// The object that a caller passes to user code of forward while it runs, or null.
   const void* given() const { return given_; }
   void give(const void* given) { given_ = given; }
 
-  /// A fresh contiguous tensor on the device of `like`.
+  /// Returns a contiguous tensor on the device of `like`.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& like);
-  /// Drops a value that nobody reads any more. What this frame alone held serves the next
+  /// Drops a value that no later step reads. Memory that only this frame held serves the next
   /// `allocate` (kernel_ops/framework/memory.h).
   void drop(Value value);
 
@@ -85,7 +86,7 @@ class TANDEM_API Frame {
   std::vector<std::pair<Value, c10::SymDimVector>> noted_;
 };
 
-/// A step at work: operands by position, results that are demanded, options.
+/// A running step: operands by index, results that are demanded, options.
 class Call {
  public:
   Call(Frame& frame, const Step& step) : frame_(frame), step_(step) {}
@@ -94,36 +95,36 @@ class Call {
   Frame& frame() { return frame_; }
   Path path() const { return frame_.path(); }
 
-  /// Whether the plan gives the step this operand. One that it gives has been written: the planner
-  /// checks that.
+  /// Whether the plan has this operand of the step. The planner checks that an earlier step wrote
+  /// it.
   bool has(size_t read) const { return exists(step_.reads[read]); }
-  /// The read's tensor, or that of a part of its group.
+  /// Returns the tensor of a read, or one part of a read in codes.
   const at::Tensor& in(size_t read, size_t part = 0) const {
     return frame_.tensor(step_.reads[read], part);
   }
-  /// As `in`, nullopt where the operand is absent.
+  /// Returns the tensor of a read, or nullopt where the operand is absent.
   std::optional<at::Tensor> maybe(size_t read) const {
     return has(read) ? std::optional(in(read)) : std::nullopt;
   }
   const Type& type(size_t read) const { return frame_.type(step_.reads[read]); }
-  /// The amax behind the scales of codes, where their format has one.
+  /// Returns the amax of a read in codes, where its format has one.
   std::optional<at::Tensor> amax_of_codes(size_t read) const {
     constexpr size_t kAmax = kPartsOfCodes - 1;
     return tensors_per_value(type(read)) > kAmax ? std::optional(in(read, kAmax)) : std::nullopt;
   }
   Format format(size_t read) const { return type(read).format; }
 
-  /// The reads and writes of a list operand, of which a step has the first, the second, ...
+  /// The range of a step's n-th list operand in its reads, or in its writes.
   const ListRange& read_list(size_t list) const { return step_.read_lists[list]; }
   const ListRange& write_list(size_t list) const { return step_.write_lists[list]; }
-  /// What the step mutates.
+  /// Returns a tensor that the step mutates.
   const at::Tensor& mutated(size_t place) const { return frame_.tensor(step_.mutates[place]); }
-  /// Places of what a fused step mutates for a member, by FusedRun::mutates: none where nobody asks
-  /// for it.
+  /// Returns the mutations that a fused step performs for a member, by index in FusedRun::mutates;
+  /// the range is empty where no gradient demands the mutation.
   ListRange mutated_for(size_t effect) const { return step_.effects[effect].mutates; }
 
   bool wants(size_t write) const { return exists(step_.writes[write]); }
-  /// The type that the plan gives to a write.
+  /// The type of a write in the plan.
   const Type& out_type(size_t write) const { return frame_.type(step_.writes[write]); }
   void out(size_t write, at::Tensor tensor, size_t part = 0) {
     frame_.tensor(step_.writes[write], part) = std::move(tensor);
@@ -135,19 +136,19 @@ class Call {
     return mask;
   }
 
-  /// Options of the step, or of a member of a fused step by its place in the pattern.
+  /// The options of the step, or of a member of a fused step by its index in the pattern.
   template <typename T>
   const T& options(size_t op = 0) const {
     return *static_cast<const T*>(step_.options[op].get());
   }
 
-  /// What a kernel op or a product of the step was computed by.
+  /// Records the implementations that the step used, for `explain`.
   void took(kernel_ops::ImplementationNames names) { step_.taken.add(names); }
 
   /// Runs kernel op K on this call's path: by the first implementation that takes the arguments,
   /// into tensors of the frame; through the dispatcher; or in composite form. `spare[i]` is a
-  /// tensor that nobody reads afterwards and result i may be written to, where it has the sizes and
-  /// dtype. It may be an argument.
+  /// tensor that no later step reads; result i is written into it where its sizes and dtype fit. It
+  /// may be an argument.
   template <typename K>
   kernel_ops::ResultsOf<K> run(const typename K::Args& args, at::TensorList spare = {}) {
     if (path() == Path::dispatch) {
@@ -169,8 +170,8 @@ class Call {
         args);
   }
 
-  /// Runs K and hands result `places[i]` to write i, without `places` result i. Behind these writes
-  /// stand row codes, column codes and amax of each CodesOf, where the step has them.
+  /// Runs K and passes result `places[i]` to write i; without `places`, result i. Row codes, column
+  /// codes and amax of each CodesOf follow these writes, where the step has them.
   template <typename K>
   void write(const typename K::Args& args, std::initializer_list<size_t> places = {}) {
     hand_out<K>(args, run<K>(args), places);
@@ -195,8 +196,8 @@ class Call {
           results.data() + kernel_ops::kMadeCount<K> + index * group_size);
     });
   }
-  /// Hands the tensors of a group to three writes, `first` on: row codes, column codes, amax.
-  /// `sizes()` are those of what the codes are of.
+  /// Passes the tensors of a group to three writes from `first` on: row codes, column codes, amax.
+  /// `sizes()` returns the sizes of the quantized tensor.
   template <typename Sizes>
   void hand_out_group(size_t first, Sizes&& sizes, at::Tensor* group) {
     for (const Direction direction : {Direction::row, Direction::column})
@@ -210,22 +211,22 @@ class Call {
       out(write, std::move(group[group_amax]));
   }
 
-  /// What is asked of a kernel op for the codes that three writes take, `write` on: row codes,
-  /// column codes, amax. `given`: the read of what the quantizer takes; null: nothing is asked.
+  /// Returns the request for the codes of three writes from `write` on: row codes, column codes,
+  /// amax. `given` is the read of the quantizer's argument. A null quantizer requests nothing.
   kernel_ops::AskedCodes codes(const Quantizer* quantizer, size_t given, size_t write) const {
     if (quantizer == nullptr) return {};
     return {quantizer, maybe(given), {wants(write), wants(write + 1), wants(write + 2)}};
   }
 
-  /// Packed codes do not tell how long the lines of their numbers are: it is written down for those
-  /// who read them in this run.
+  /// Records the sizes of the quantized tensor for later steps of the run, because packed codes do
+  /// not determine the length of its last dimension.
   template <typename Sizes>
   void note_sizes(Value codes, const Type& type, Sizes&& sizes) {
     if (type.format == Format::codes && is_packed(*type.quantizer))
       frame_.note_sizes(codes, sizes());
   }
-  /// Sizes of the numbers of a read: its own, those that were written down, or else, of packed
-  /// codes, those with their padding.
+  /// Returns the sizes of the numbers of a read: the sizes of its tensor, recorded sizes, or else
+  /// the sizes of packed codes with their padding.
   c10::SymDimVector sizes_of_numbers(size_t read) const {
     const Value value = step_.reads[read];
     const Type& type = frame_.type(value);

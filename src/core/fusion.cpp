@@ -8,7 +8,7 @@ namespace tandem {
 
 namespace {
 
-/// The member, or the last one before it that is there: the first always is.
+/// Returns the member, or the last present member before it. The first member is never absent.
 const Step& last_of(const Match& match, uint32_t member) {
   while (!match.has(member)) --member;
   return *match.steps[member];
@@ -27,7 +27,7 @@ Value Match::operator[](const MemberOperand& operand) const {
             return member != nullptr && writes(*member, value);
           }))
         continue;
-      if (exists(other)) return Value::none;  // two of them: neither is the one
+      if (exists(other)) return Value::none;  // two of them, so none is the other read
       other = value;
     }
     return other;

@@ -15,7 +15,7 @@ using nlohmann::json;
 
 constexpr size_t kQuotedCharacters = 120;
 
-/// A signed integer; unsigned ones beyond its range, and floating ones, are none.
+/// Whether the value is an integer in the range of int64_t.
 bool is_integer(const json& value) {
   return value.is_number_unsigned()
              ? value.get<uint64_t>() <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max())
@@ -41,7 +41,7 @@ std::string shown(std::string_view text) {
   for (const char c : text.substr(0, kQuotedCharacters))
     result += c >= ' ' && c <= '~'
                   ? c
-                  : '?';  // cut within a character of UTF-8, the message would be none
+                  : '?';  // a message that ends within a UTF-8 character is not valid
   if (text.size() > kQuotedCharacters) result += "... (" + std::to_string(text.size()) + " bytes)";
   return result;
 }
@@ -52,8 +52,8 @@ std::string shown_json(const json& value) {
 
 namespace {
 
-/// How deep lists and objects lie in one another. A callback of the parser would say so too, in a
-/// time that grows with the square of the elements.
+/// Returns the depth of nested lists and objects. A callback of the parser could count too, but in
+/// time quadratic in the number of elements.
 size_t depth_of(std::string_view text) {
   size_t depth = 0, deepest = 0;
   bool in_string = false;

@@ -1,5 +1,5 @@
-// Untrusted JSON: parsed within bounds, read field by field with types and ranges checked, quoted
-// in errors at bounded length.
+// Untrusted JSON: parsed within bounds, read field by field with checks of types and ranges, and
+// quoted in errors at bounded length.
 #pragma once
 
 #include <cstdint>
@@ -12,55 +12,55 @@
 
 namespace tandem {
 
-/// What a text that is read may hold at most. The one place that says so.
+/// Bounds of untrusted texts. No other place defines one.
 namespace limits {
-/// Of one JSON text.
+/// Bytes of one JSON text.
 inline constexpr size_t kTextBytes = 64 << 20;
-/// Of lists and objects in one another.
+/// Depth of nested lists and objects.
 inline constexpr size_t kDepth = 64;
-/// Of a label, a channel, an op's name.
+/// Bytes of a label, a channel or an op's name.
 inline constexpr size_t kNameBytes = 1024;
-/// Of one pipeline.
+/// Ops of one pipeline.
 inline constexpr size_t kOps = 65536;
-/// Of one pipeline.
+/// Parameters of one pipeline.
 inline constexpr size_t kParams = 131072;
-/// In a list of fusions to make or to skip.
+/// Names in a list of fusions to make or to skip.
 inline constexpr size_t kFusionNames = 1024;
-/// Of a shape.
+/// Dimensions of a shape.
 inline constexpr size_t kDimensions = 64;
 }  // namespace limits
 
-/// Text of unknown origin as errors quote it: printable ASCII, at most 120 characters.
+/// Returns a quotation of untrusted text for errors: printable ASCII, at most 120 characters.
 TANDEM_API std::string shown(std::string_view text);
-/// The same of a JSON value.
+/// Returns a quotation of a JSON value for errors, in the form of `shown`.
 TANDEM_API std::string shown_json(const nlohmann::json& value);
 
 /// Parses `text`. Throws c10::ValueError, in the name of `what`, where it is no JSON, holds a
 /// number that overflows, or exceeds `limits::kTextBytes` or `limits::kDepth`.
 TANDEM_API nlohmann::json parse_json(std::string_view text, std::string_view what);
 
-/// Reads named members of an object. A member that is absent leaves its default; `finish` refuses
-/// those that nobody read. All throw c10::ValueError: "<what>: expected "<field>" to be ..., got
-/// ...".
+/// Reads named members of an object. An absent member leaves its default, and `finish` refuses
+/// members that no call has read. All functions throw c10::ValueError with the text "<what>:
+/// expected "<field>" to be ..., got ...".
 class TANDEM_API Fields {
  public:
-  /// `object`: null counts as {}. Must outlive the reader.
+  /// The object must outlive this reader; null counts as {}.
   Fields(const nlohmann::json& object, std::string what);
 
-  /// The member, or null.
+  /// Returns the member, or null.
   const nlohmann::json* find(const char* name);
-  /// The member, which must be there.
+  /// Returns the member; throws where it is absent.
   const nlohmann::json& at(const char* name);
 
   Fields& get(const char* name, bool& value);
-  /// Finite.
+  /// Accepts finite numbers.
   Fields& get(const char* name, double& value);
   Fields& get(const char* name, uint64_t& value);
-  /// In [least, greatest].
+  /// Accepts integers in [least, greatest].
   Fields& get(const char* name, int64_t& value, int64_t least, int64_t greatest);
   Fields& get(const char* name, std::string& value, size_t most_bytes = limits::kNameBytes);
   Fields& get(const char* name, std::vector<std::string>& value, size_t most);
-  /// Integers in [least, greatest].
+  /// Accepts lists of integers in [least, greatest].
   Fields& get(const char* name, std::vector<int64_t>& value, size_t most, int64_t least,
               int64_t greatest);
   Fields& get(const char* name, std::vector<double>& value, size_t most);

@@ -1,5 +1,5 @@
-// nlohmann::json by name. Programs that register ops name it without reading any: those need none
-// of its headers.
+// Declares nlohmann::json, so that programs that register ops without reading JSON need none of its
+// headers.
 #pragma once
 
 #if __has_include(<nlohmann/json_fwd.hpp>)

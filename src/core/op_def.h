@@ -1,5 +1,5 @@
-// Op definitions: one table entry per kind of operation. What the planner knows of an op is here
-// and nowhere else.
+// Op definitions: one table entry per kind of operation. The planner knows of an op only what its
+// entry declares.
 #pragma once
 
 #include <optional>
@@ -17,176 +17,176 @@ namespace tandem {
 
 class Call;
 
-/// Runs one step: reads its operands from the call, writes the results that are demanded.
+/// Runs one step: reads the operands from the call, and writes the demanded results.
 using Run = void (*)(Call& call);
 
-/// Names of operands, in the order in which a step sees them. A gradient is called grad_<name>. One
-/// that ends in [] is a list, whose length the op's options say; in the reads and writes of a step
-/// lists stand last.
+/// Names of operands, in the order in which a step sees them. A gradient is named grad_<name>. A
+/// name that ends in [] is a list, whose length depends on the op's options; lists come last in the
+/// reads and writes of a step.
 using Names = std::vector<std::string_view>;
 
 /// The dtype in which an op computes and returns its results.
 enum class DtypeRule : uint8_t {
-  /// That of autocast, else that of the first parameter: products and norms.
+  /// The dtype of autocast, else of the first parameter, as for products and norms.
   weight,
-  /// That of autocast, else that of the input: activations.
+  /// The dtype of autocast, else of the input, as for activations.
   input,
-  /// As torch promotes the operands: sums.
+  /// The dtype to which torch promotes the operands, as for sums.
   promote,
-  /// As torch promotes the input with a number that has a fraction: integers become the default
-  /// dtype.
+  /// The dtype to which torch promotes the input with a fractional number, which turns integers
+  /// into the default dtype.
   promote_number,
 };
 
 /// A result of an op.
 struct ResultDef {
   enum Kind : uint8_t {
-    /// In the op's dtype.
+    /// Has the op's dtype.
     computed,
-    /// float32 (float64 where the op's dtype is).
+    /// Is float32, or float64 where the op's dtype is.
     statistic,
-    /// In the op's dtype, float32 where that is float16: a sum over rows that may be large.
+    /// Has the op's dtype, but float32 instead of float16, because it is a sum over rows that may
+    /// be large.
     large,
-    /// int64, drawn before the op runs, in list order.
+    /// Is an int64 that is drawn before the op runs, in the order of the list.
     seed,
-    /// The sizes of the input.
+    /// Holds the sizes of the input.
     shape,
-    /// What user code saved.
+    /// Holds what user code saved.
     opaque,
   };
   std::string_view name;
   Kind kind = computed;
-  /// Of a computed one: its dtype whatever the op's is; Undefined: the op's.
+  /// The fixed dtype of a computed result; Undefined: the op's dtype.
   at::ScalarType dtype = at::ScalarType::Undefined;
 };
 
-/// `name` is the same value as `operand`: a rename, no step. For results; and for gradients of
-/// operands.
+/// Declares that a result, or the gradient of an operand, is another value: `name` renames
+/// `operand`, and no step runs.
 struct Same {
   std::string_view name, operand;
 };
 
-/// What a step does with the clock: a collective is one that starts it and one that waits for it,
-/// and others may stand between.
+/// The part of a collective that a step is: one step starts it, another one waits for it, and other
+/// steps may run between them.
 enum class Phase : uint8_t { start, compute, wait };
 
-/// An operand of a product that a step reads, and the dimension of it that the product sums over: a
-/// recipe gives it codes whose blocks lie that way.
+/// An operand of a product in a step, and the dimension over which the product sums. A recipe
+/// quantizes the operand in blocks along this dimension.
 struct Contract {
   std::string_view operand;
   Direction along;
-  /// Whether a step of an op with these options is given plain numbers, and quantizes them itself
-  /// in groups, which have scales of their own; nullptr: never.
+  /// Whether a step of an op with these options reads numbers and quantizes them itself, in groups
+  /// with scales of their own; nullptr: never.
   bool (*by_group)(const void* options) = nullptr;
-  /// Whether backward of an op with these options quantizes the operand again, from its numbers,
-  /// rather than have codes kept; nullptr: never.
+  /// Whether backward of an op with these options quantizes the operand once more from its numbers,
+  /// so that no codes are kept; nullptr: never.
   bool (*keeps_numbers)(const void* options) = nullptr;
 };
 
-/// One step of an op, forward and backward alike. It runs if any of its writes is demanded, or if
-/// it mutates what is not the library's own.
+/// One step of an op, in forward or backward. It runs if one of its writes is demanded, or if it
+/// mutates a tensor that does not belong to the library.
 struct StepDef {
-  /// "forward", "backward", or what it writes where an op has several.
+  /// "forward", "backward", or the step's result where an op has several steps.
   std::string_view name;
-  /// Operands and results by their names, gradients as grad_<result>.
+  /// Names of operands and results; grad_<result> for gradients.
   Names reads;
-  /// Results; in backward gradients as grad_<operand>, then results that it can write again
-  /// (`reemits`).
+  /// Names of results. In backward, grad_<operand> for gradients, then results that the step can
+  /// re-emit (`reemits`).
   Names writes;
-  /// Buffers; an extra input where the user asked for it.
+  /// Names of buffers, or of an extra input that the user lets the op overwrite.
   Names mutates = {};
-  /// Gradients of parameters that go into what the step mutates and nowhere else: it runs where one
-  /// of them is asked for.
+  /// Gradients of parameters that the step writes only into the tensors that it mutates. The step
+  /// runs where one of these gradients is requested.
   Names absorbs = {};
-  /// Products: what of the reads a recipe may quantize. Each has a role.
+  /// Operands that a recipe may quantize. Each needs a role.
   std::vector<Contract> contracts = {};
   Phase phase = Phase::compute;
-  /// Of backward: writes results again for a step behind it, from what it reads, which holds no
-  /// gradient. The library gives it one as its last read, "behind", so that no compiler takes the
-  /// step for that of forward.
+  /// A backward step that re-emits results for a later step and reads no gradient. The library adds
+  /// a gradient as its last read, "behind", so that a compiler does not merge the step with
+  /// forward's.
   bool writes_again = false;
   Run run = nullptr;
   /// Whether an op with these options has the step; nullptr: always.
   bool (*applies)(const void* options) = nullptr;
 };
 
-/// What an operand of products is to a recipe; a step that multiplies by it names it in
-/// `contracts`.
+/// The role of an operand in the products whose steps name it in `contracts`.
 struct RoleOf {
   std::string_view operand;
   Role role;
 };
 
-/// What an op is: data, no behaviour of its own but the functions that run.
+/// An op as data. Its only behaviour is the functions of its steps.
 struct OpDef {
   std::string_view name;
   std::string_view formula;
-  /// What patterns may ask for instead of a name, or empty. The ops of a family have the same
-  /// struct of options, and steps of the same names, reads and writes.
+  /// A name for patterns to match instead of the op's name, or empty. The ops of a family have one
+  /// struct of options, and steps with equal names, reads and writes.
   std::string_view family = {};
   /// The options.
   Signature signature = {};
-  /// What shapes of `params` are made of.
+  /// Sizes from which the shapes of `params` are built.
   std::vector<SizeDef> sizes = {};
-  /// The main input, then the extra ones.
+  /// The main operand, then the extra inputs.
   Names inputs = {"x"};
-  /// How many of the last ones an op with these options has not; nullptr: none.
+  /// How many of the last inputs are absent with these options; nullptr: none.
   size_t (*absent_inputs)(const void* options) = nullptr;
-  /// Extra inputs that count, point or turn: never cast, without a gradient.
+  /// Extra inputs such as counts, indices or angles, which are never cast and have no gradient.
   Names indices = {};
-  /// Extra inputs that are read in their own dtype: booleans, or numbers that are added to scores.
+  /// Extra inputs that steps read in their own dtype: booleans, or numbers to add to scores.
   Names masks = {};
   std::vector<ParamDef> params = {};
-  /// The last of `params`: read without a gradient, and without a say in dtypes.
+  /// How many of the last `params` have no gradient and no influence on dtypes.
   size_t fixed_params = 0;
-  /// Tensors of the caller that steps mutate; passed with every call.
+  /// Tensors of the caller that steps mutate; each call passes them.
   Names buffers = {};
   /// The main output first.
   std::vector<ResultDef> results = {{"y"}};
-  /// Results that are outputs besides the main one.
+  /// Results that are outputs beside the main one.
   Names extra_outputs = {};
-  /// What a step of backward writes for another one.
+  /// Values that one backward step writes for another one.
   Names temporaries = {};
   DtypeRule dtype = DtypeRule::input;
-  /// Results that are an operand.
+  /// Results that are operands.
   std::vector<Same> same = {};
-  /// Gradients of operands that are the gradient of a result.
+  /// Gradients of operands that are gradients of results.
   std::vector<Same> same_gradients = {};
   std::vector<RoleOf> roles = {};
   std::vector<StepDef> forward = {};
   std::vector<StepDef> backward = {};
-  /// Results that a backward step can write again while it reads its inputs.
+  /// Results that a backward step can re-emit from its reads.
   Names reemits = {};
-  /// Operands that it reads only then.
+  /// Operands that a backward step reads only to re-emit results.
   Names reemit_reads = {};
-  /// Ordered: what `saved_tensors` means to Python.
+  /// The values of Python's `saved_tensors`, in order.
   Names context = {};
-  /// y is a reshape of x, whose memory it may share.
+  /// y is a reshape of x, and may share the memory of x.
   bool views_input = false;
-  /// y may be larger than x, which is broadcast then.
+  /// y may be larger than x, which the op then broadcasts.
   bool broadcasts_input = false;
-  /// Instead of `forward` where the user asked for it: writes y into the memory of the extra input,
-  /// which it mutates.
+  /// The step that replaces `forward` where the user lets the op overwrite the extra input: it
+  /// writes y into this tensor, which it mutates.
   std::optional<StepDef> in_place = {};
-  /// Runs as the body of a torch.autograd.Function does, and its values are never reused.
+  /// The op runs like the body of a torch.autograd.Function, and its values are never reused.
   bool runs_user_code = false;
   /// In evaluation y is x.
   bool training_only = false;
-  /// y is x behind a quantizer of the recipe; options are ops::QuantizeOptions.
+  /// y is x rounded by a quantizer of the recipe. The options are ops::QuantizeOptions.
   bool is_quantize_point = false;
-  /// How many groups there are, where what has a role is quantized in groups: each has slots of its
-  /// own in a recipe's state, those of the first group before those of the second. nullptr: none.
+  /// The number of groups in which operands with a role are quantized; nullptr: no groups. Each
+  /// group has slots of its own in a recipe's state, those of the first group first.
   size_t (*groups)(const void* options) = nullptr;
-  /// The forward is made of differentiable operations.
+  /// The forward consists of differentiable operations.
   bool has_composite = true;
-  /// The length of a list operand. Needed where there are lists.
+  /// Returns the length of a list operand. An op with lists needs it.
   size_t (*list_length)(const void* options, std::string_view operand) = nullptr;
-  /// Instead of `signature`, where options are not what a user wrote. Throws c10::ValueError on a
-  /// bad one.
+  /// Replaces the parser of `signature` where options are not what a user wrote. Throws
+  /// c10::ValueError for a bad option.
   Options (*parse)(const OpDef& definition, const nlohmann::json& options) = nullptr;
 };
 
-/// Position of a name in a list, or npos.
+/// Returns the index of a name in a list, or npos.
 inline constexpr size_t npos = static_cast<size_t>(-1);
 inline size_t position(std::span<const std::string_view> names, std::string_view name) {
   for (size_t i = 0; i < names.size(); ++i)
@@ -195,7 +195,7 @@ inline size_t position(std::span<const std::string_view> names, std::string_view
 }
 inline bool is_list(std::string_view name) { return name.ends_with("[]"); }
 
-/// What a name in a definition refers to: an operand or result, by its place in OpKind::operands,
+/// The meaning of a name in a definition: an operand or result, by its index in OpKind::operands,
 /// or the gradient of one.
 struct OperandRef {
   size_t operand = 0;
@@ -203,7 +203,7 @@ struct OperandRef {
   bool operator==(const OperandRef&) const = default;
 };
 
-/// A step with its names resolved.
+/// A step with resolved names.
 struct OpStep {
   const StepDef* def = nullptr;
   std::vector<OperandRef> reads, writes, mutates, absorbs;
@@ -215,12 +215,13 @@ struct OpStep {
     bool (*keeps_numbers)(const void* options) = nullptr;
   };
   std::vector<ContractOf> contracts;
-  /// Places of what chains go through: x and y, in backward grad_y and grad_x; npos where the step
-  /// has none.
+  /// Indices of the values that link a pattern: x and y, in backward grad_y and grad_x; npos where
+  /// the step has none.
   size_t main_read = npos, main_write = npos;
 };
 
-/// A registered op: its definition with every name resolved. All that passes decide by.
+/// A registered op: its definition with every name resolved. Passes of the planner use nothing
+/// else.
 struct TANDEM_API OpKind {
   explicit OpKind(const OpDef& definition);
 
@@ -234,9 +235,9 @@ struct TANDEM_API OpKind {
   struct SameOperand {
     size_t name, operand;
   };
-  /// a result and the operand that it is.
+  /// A result, and the operand that it is.
   std::vector<SameOperand> same;
-  /// An operand and the result whose gradient is its own.
+  /// An operand, and the result whose gradient is the operand's gradient.
   std::vector<SameOperand> same_gradients;
   std::vector<size_t> reemits, reemit_reads;
 
@@ -245,38 +246,40 @@ struct TANDEM_API OpKind {
     return operand >= first_result && operand < first_temporary;
   }
   bool is_same(size_t result) const;
-  /// In the reads and writes of a step of either direction, also of a fusion: nullopt for a name
-  /// that is none.
+  /// Resolve a name in the reads, or the writes, of a step or of a fusion; nullopt for an unknown
+  /// name.
   std::optional<OperandRef> read(std::string_view name, bool backward) const;
   std::optional<OperandRef> write(std::string_view name, bool backward) const;
 };
 
-/// The op of this name; throws c10::ValueError that lists the names there are.
+/// Returns the op of this name. Throws c10::ValueError, with a list of all names, for an unknown
+/// one.
 TANDEM_API const OpKind& op_kind(std::string_view name);
-/// Its definition.
+/// Returns the definition of the op of this name.
 inline const OpDef& op_def(std::string_view name) { return op_kind(name).def; }
 
-/// How many extra inputs an op with these options has.
+/// Returns the number of extra inputs of an op with these options.
 TANDEM_API size_t extra_input_count(const OpDef& definition, const void* options);
 
-/// How many tensors a recipe quantizes for an op with these options: a recipe with a state keeps so
-/// many amaxes.
+/// The numbers of tensors that a recipe quantizes for an op with these options. A recipe with a
+/// state keeps an amax for each.
 struct SlotCount {
   int64_t forward = 0, backward = 0;
 };
 TANDEM_API SlotCount quantize_slots(const OpDef& definition, const void* options);
-/// The same of options as JSON; empty: those that there are without any.
+/// Takes the options as JSON; an empty text means the default options.
 TANDEM_API SlotCount quantize_slots(const OpDef& definition, std::string_view options);
 
-/// Adds a definition, which must outlive every plan. Throws c10::ValueError if the name is taken or
-/// the definition contradicts itself: an unknown operand in reads, writes, mutates, same or
-/// reemits, a name declared twice, one that means two things in backward, or a list before an
-/// operand that is none; if a name is empty or has a '.' or '|' in it, as patterns join the names
-/// of op and step by these, or a step of backward is called "forward"; if another op of its family
-/// has other options or steps.
+/// Adds a definition, which must outlive every plan.
+///
+/// Throws:  c10::ValueError where the name is taken; where reads, writes, mutates, same or reemits
+///          name an unknown operand; where a name is declared twice, has two meanings in backward,
+///          or is a list before an operand that is no list; where a name is empty or contains '.'
+///          or '|', by which patterns join the names of ops and steps; where a backward step is
+///          named "forward"; where another op of the family has other options or steps.
 TANDEM_API void register_op(const OpDef& definition);
 
-/// All registered names, sorted.
+/// Returns all registered names in alphabetical order.
 TANDEM_API std::vector<std::string> op_names();
 
 namespace detail {

@@ -1,5 +1,4 @@
-// Definitions with their names resolved: every name must be one that is declared, and mean one
-// thing.
+// Resolves the names of definitions: every name must be declared, and have one meaning.
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -12,7 +11,7 @@ namespace tandem {
 
 namespace {
 
-/// The name behind "grad_", or nothing.
+/// Returns the name after "grad_", or an empty text.
 std::string_view behind_grad(std::string_view name) {
   constexpr std::string_view kGradient = "grad_";
   return name.starts_with(kGradient) ? name.substr(kGradient.size()) : std::string_view();
@@ -40,8 +39,8 @@ void check_lists_last(const OpKind& op, const Names& names, std::string_view ste
                     "\", got one before. Name them last.");
 }
 
-/// Where a name could be an operand and the gradient of another, in what a step of backward reads
-/// or writes.
+/// Throws where a name that a backward step reads or writes could be an operand and the gradient of
+/// another one.
 void check_one_meaning(const OpKind& op, std::string_view name, bool is_declared,
                        bool is_gradient) {
   TORCH_CHECK_VALUE(!is_declared || !is_gradient, "op ", op.def.name, ": expected \"", name,
@@ -49,7 +48,7 @@ void check_one_meaning(const OpKind& op, std::string_view name, bool is_declared
                     "and the gradient of another. Rename the operand or result.");
 }
 
-/// What a step multiplies, with the role that the op gives it.
+/// Resolves the operands of a step's products, with the roles that the op declares.
 void resolve_contracts(const OpKind& op, const StepDef& def, OpStep& step) {
   for (const Contract& contract : def.contracts) {
     const size_t read = position(def.reads, contract.operand);
@@ -63,7 +62,7 @@ void resolve_contracts(const OpKind& op, const StepDef& def, OpStep& step) {
   }
 }
 
-/// A role is for the steps that multiply by the operand.
+/// Throws for a role of an operand that no step multiplies.
 void check_roles(const OpKind& op) {
   for (const RoleOf& role : op.def.roles) {
     if (!op.read(role.operand, /*backward=*/true))
@@ -141,7 +140,7 @@ OpStep resolve_backward(const OpKind& op, const StepDef& def) {
   return step;
 }
 
-/// What is written of options and shapes must fit together.
+/// Checks that options and shapes fit together.
 void check_signature(const OpDef& def) {
   const auto options = def.signature.options();
   for (const OptionDef& option : options)
@@ -163,7 +162,7 @@ void check_signature(const OpDef& def) {
   }
 }
 
-/// Each result is written by a step, drawn as a seed, or an operand.
+/// Checks that each result is written by a step, drawn as a seed, or an operand.
 void check_results(const OpKind& op) {
   if (op.forward.empty() && !op.in_place && op.same.size() == op.def.results.size()) return;
   for (size_t result = op.first_result; result < op.first_temporary; ++result) {

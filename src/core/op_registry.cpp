@@ -31,8 +31,8 @@ std::string joined_names(const std::vector<std::string>& names) {
   return text.str();
 }
 
-/// A pattern names a step by its op's name and its own, joined by '.', alternatives by '|': were
-/// these parts of names, the steps of two ops could have one.
+/// A pattern joins the names of an op and its step by '.', and alternatives by '|'. With these
+/// characters in names, steps of two ops could have one name.
 void check_names(const OpDef& definition) {
   const auto check = [&](std::string_view name, const char* what) {
     TORCH_CHECK_VALUE(!name.empty() && name.find_first_of(".|") == std::string_view::npos,
@@ -48,8 +48,8 @@ void check_names(const OpDef& definition) {
   }
 }
 
-/// A fusion of a family reads the options and operands of its members alike. Those that one
-/// function parses are one struct.
+/// A fusion of a family reads the options and operands of all members in the same way. Equal parse
+/// functions prove equal structs of options.
 void check_family(const OpDef& definition, const OpDef& other) {
   const auto are_same = [](const std::vector<StepDef>& a, const std::vector<StepDef>& b) {
     return std::ranges::equal(a, b, [](const StepDef& x, const StepDef& y) {

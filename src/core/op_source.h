@@ -1,5 +1,4 @@
-// Definitions that are made from their names when they are asked for, and live as long as somebody
-// holds them.
+// Definitions that are created from names on demand, and live as long as a user holds them.
 #pragma once
 
 #include <functional>
@@ -11,15 +10,15 @@
 
 namespace tandem {
 
-/// Makes the definition that a name stands for; null where the name is none of the source's.
+/// Creates the definition for a name; null where the source does not know the name.
 using OpSource = std::function<std::shared_ptr<const OpKind>(std::string_view name)>;
 
-/// How a front that has ops of its own is asked for them. What it makes is held by descriptions and
-/// plans.
+/// Sets the source of a front with ops of its own. Descriptions and plans hold the created
+/// definitions.
 TANDEM_API void set_op_source(OpSource source);
 
-/// The op of this name, from the source or registered, which nobody needs to hold; throws as
-/// `op_kind` does.
+/// Returns the op of this name from the source, or a registered op, which needs no holder. Throws
+/// as `op_kind` does.
 TANDEM_API std::shared_ptr<const OpKind> find_op(std::string_view name);
 
 }  // namespace tandem

@@ -1,5 +1,5 @@
-// Plans: straight-line programs over values, for forward and, per set of gradients that exist and
-// are asked for, for backward.
+// Plans: programs without branches over values, one for forward, and one for each set of gradients
+// that backward gets and returns.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -18,20 +18,21 @@
 
 namespace tandem {
 
-/// What happened to a candidate for a fusion: made, or refused with a reason.
+/// A candidate for a fusion, which was made or refused.
 struct Decision {
-  /// "linear_bias", "1.basic_linear, 1.bias".
+  /// Texts such as "linear_bias" and "1.basic_linear, 1.bias".
   std::string fusion, place;
-  /// Empty where it was made.
+  /// The refusal; empty where the fusion was made.
   std::string reason;
-  /// Of the fusion, which may be gone when somebody looks.
+  /// The picture of the fusion, copied because the fusion may be unregistered before `explain`
+  /// runs.
   std::string picture;
-  /// Whether a user has registered the fusion.
+  /// Whether a user registered the fusion.
   bool is_users = false;
 };
 
-/// Which gradients are given to backward (by output) and which are asked for (inputs, then
-/// parameters).
+/// The gradients that backward gets, by output, and the gradients that it returns, of inputs and
+/// then of parameters.
 struct BackwardMask {
   c10::SmallVector<bool, 32> given;
   std::vector<bool> asked;
@@ -41,122 +42,123 @@ struct BackwardMask {
 /// The backward program of one mask.
 struct BackwardPlan {
   Steps steps;
-  /// Of inputs, then parameters; Value::none where the gradient is undefined or not asked for.
+  /// Gradients of inputs, then of parameters; Value::none where one is undefined or not requested.
   Values gradients;
   std::vector<Decision> decisions;
 };
 
-/// The backward programs of a plan, one per mask that has occurred.
+/// The backward programs of a plan, one for each mask that has occurred.
 using BackwardPlans = Cache<BackwardMask, BackwardPlan>;
 
-/// An argument that forward overwrites, as the caller asked.
+/// An argument that forward overwrites at the caller's request.
 struct Overwritten {
-  /// Place in the inputs.
+  /// The index of the argument among the inputs.
   size_t input;
-  /// What it holds afterwards.
+  /// The value that the argument holds after forward.
   Value result;
-  /// Of that.
+  /// Whether `result` requires grad.
   bool requires_grad;
-  /// Of forward: the one that writes it.
+  /// The index of the forward step that writes the argument.
   size_t step;
   /// Other values that later steps or backward read, and outputs.
   Values read_later;
 };
 
-/// A weight whose codes are cached: its tensors stand among the plan's workspaces, those that
-/// `parts` says, then the stamp.
+/// A weight whose codes are cached. The plan's workspaces hold the tensors that `parts` selects,
+/// then the stamp.
 struct CachedWeight {
   Value weight = Value::none;
   const Quantizer* quantizer = nullptr;
   GroupMask parts = {};
-  /// The parameters that it is joined of; itself where it is one.
+  /// The parameters that are joined to the weight, or the weight itself.
   Values pieces = {};
 };
 
-/// A module that keeps state of the recipe: how many slots of each direction are used, and by which
-/// update.
+/// A module that keeps state of the recipe: the number of used slots of each direction, and the
+/// function that updates their scales.
 struct StateHolder {
   struct Direction {
     int64_t slots = 0;
-    /// By any step.
+    /// Whether a step uses a slot.
     bool is_used = false;
     const ScaleUpdate* update = nullptr;
   };
   Direction forward, backward;
 };
 
-/// What a memory budget has made of a value that backward reads.
+/// The decision of a memory budget on a value that backward reads.
 struct KeptChoice {
   enum Kind : uint8_t {
     kept,
-    /// By a backward step that reads what it needs for it anyway.
+    /// A backward step re-emits the value.
     written_again,
-    /// By a step of forward that backward runs again.
+    /// Backward recomputes the value with a step of forward.
     run_again,
   };
   Value value = Value::none;
   Kind kind = kept;
-  /// The name of the step that makes it in backward; empty where it is kept.
+  /// The name of the backward step that writes the value; empty where it is kept.
   std::string by = {};
-  /// Per row of the main input, all of them: what it takes where it is kept, and saves where it is
-  /// not.
+  /// Bytes of the value per row of the main operand, which keeping the value costs.
   double bytes = 0;
-  /// What backward moves and computes more. Of a step that makes several values again, the first
-  /// has what the step costs by itself.
+  /// Bytes that backward moves, and operations that it computes, in addition per row. Where one
+  /// step writes several values, the first value has the cost of the step.
   double added_bytes = 0, added_flops = 0;
 };
 
-/// How a plan keeps within a memory budget, or what it keeps where ops are to be computed again.
+/// How a plan keeps within a memory budget, or what it keeps where the user has ops recomputed.
 struct KeptWithin {
-  /// Per row of the main input: the budget, nullopt without one, and what is kept.
+  /// Bytes per row of the main operand: the budget, nullopt without one, and the kept values.
   std::optional<double> budget = std::nullopt;
   double kept = 0;
   std::vector<KeptChoice> choices;
 };
 
 struct Plan {
-  /// No other plan ever has it.
+  /// A number that no other plan of the process has.
   const uint64_t number = next_number();
 
   std::vector<Type> types;
-  /// By value: its first tensor slot, or its place among opaque values or shapes.
+  /// For each value the index of its first tensor, or its index among opaque values or shapes.
   std::vector<uint32_t> slot_of;
   size_t tensor_slots = 0, opaques = 0, shapes = 0;
 
-  /// The main input, then extra inputs.
+  /// The main operand, then the extra inputs.
   Values inputs;
   Values params;
-  /// Of inputs and parameters that come in codes: of rows, of columns, Value::none where absent.
+  /// Row codes and column codes of each input and parameter that is passed in codes; Value::none
+  /// where absent.
   Values argument_codes;
-  /// Of the recipe: the region's number, then that of each module and direction.
+  /// The recipe's state: the number of the region, then the state of each module and direction.
   Values state;
-  /// Of the caller, which steps mutate.
+  /// Tensors of the caller that steps mutate.
   Values buffers;
-  /// Those of each of `cached_weights`.
+  /// The workspaces of all `cached_weights`, in order.
   Values workspaces;
   std::vector<CachedWeight> cached_weights;
-  /// Modules in whose `state` slots are used.
+  /// The modules that hold slots of `state`.
   std::vector<StateHolder> state_holders;
-  /// The main output, then public extra outputs.
+  /// The main output, then the extra outputs that the caller gets.
   Values outputs;
-  /// Floating, and behind something that requires grad.
+  /// Whether each output is floating and depends on a tensor that requires grad.
   std::vector<bool> output_requires_grad;
 
   Steps forward;
-  /// Every part that any mask may need, unfused but for joint fusions, in a valid order.
+  /// Every step that any mask may need, in a valid order. Only joint fusions are made.
   Steps backward;
-  /// What forward leaves for backward, of every format, in order of first use there.
+  /// The values of any format that forward keeps for backward, in the order of their first use
+  /// there.
   Values kept;
-  /// By value: its place in `kept`, or -1.
+  /// For each value its index in `kept`, or -1.
   std::vector<int32_t> kept_at;
-  /// The value of each output's gradient.
+  /// The gradient of each output.
   Values output_gradients;
-  /// Of inputs, then parameters; Value::none where none is required.
+  /// The gradients of inputs, then of parameters; Value::none where a gradient is not required.
   Values gradients;
-  /// By gradient: whether it goes into a buffer, and nowhere else.
+  /// For each gradient whether backward only adds it to a buffer.
   std::vector<bool> absorbed;
   std::vector<Decision> decisions;
-  /// Where there is a memory budget, or an op to compute again, and anything to keep.
+  /// Set where the plan has a memory budget or an op to recompute, and values to keep.
   std::optional<KeptWithin> within;
 
   bool is_quantized = false;
@@ -168,10 +170,10 @@ struct Plan {
   /// The label of an op without a composite form, or empty.
   std::string no_composite;
 
-  /// What the backward pass applies to each mask's program.
+  /// The fusions that the backward pass applies to the program of each mask.
   std::shared_ptr<const struct BackwardFusions> backward_fusions;
   BackwardPlans backward_plans;
-  /// Of ops that are written in Python: steps refer to their texts.
+  /// Ops that are defined in Python, held because steps refer to their names.
   std::vector<std::shared_ptr<const OpKind>> kinds;
 
   static uint64_t next_number() {

@@ -1,4 +1,4 @@
-// Why something was not done, in words for the user.
+// Refusals: reasons, in words for the user, why something was not done.
 #pragma once
 
 #include <optional>
@@ -6,7 +6,7 @@
 
 namespace tandem {
 
-/// Nothing where a fusion may be made; else the reason why not, a sentence without a full stop.
+/// nullopt where a fusion may be made; else the reason against it, a sentence without a full stop.
 using Refusal = std::optional<std::string>;
 
 }  // namespace tandem

@@ -23,7 +23,8 @@ std::string quoted(const std::vector<std::string_view>& words) {
   return text;
 }
 
-/// At most `limits::kDimensions` sizes, one of which may be -1, of a product below 2^63.
+/// Whether these are at most `limits::kDimensions` sizes, at most one of them -1, whose product is
+/// below 2^63.
 bool is_shape(const std::vector<int64_t>& sizes) {
   int64_t inferred = 0, elements = 1;
   for (const int64_t size : sizes) {
@@ -41,7 +42,7 @@ std::optional<int64_t> whole(const json& value) {
   return value.get<int64_t>();
 }
 
-/// Whether JSON is of the type of an option; `to` is what it says.
+/// Whether JSON has the type of an option; `to` receives the value.
 struct Reads {
   const json& from;
 

@@ -1,5 +1,5 @@
-// What a user may write of an op: its options, each with a type, a default, a check and a line of
-// text. It is written once, in the definition: reading a description, the fronts and docs/ops.md
+// The options of an op, each with a type, a default, a check and a line of documentation. They are
+// written once, in the op's definition; the parser of descriptions, the fronts and docs/ops.md
 // follow it.
 #pragma once
 
@@ -19,17 +19,17 @@
 
 namespace tandem {
 
-/// Options of an op as its own struct, made once per plan.
+/// The options of an op as the op's own struct, created once per plan.
 using Options = std::shared_ptr<const void>;
 
-/// What an option may be set to, beside what its type says.
+/// The restriction of an option's values beyond its type.
 struct Check {
-  /// Of a number.
+  /// Bounds of a number.
   double least = -std::numeric_limits<double>::infinity();
   double greatest = std::numeric_limits<double>::infinity();
-  /// Of a text: one of these, where there are any.
+  /// The allowed values of a text; empty: any.
   std::vector<std::string_view> words = {};
-  /// There is no default.
+  /// The user must set the option, as it has no default.
   bool is_required = false;
 };
 inline Check at_least(double least) { return {.least = least}; }
@@ -42,7 +42,7 @@ inline Check required(Check check = {}) {
   return check;
 }
 
-/// An option as fronts see it. Its type is that of its default.
+/// An option as fronts see it. Its type is the type of its default.
 struct OptionDef {
   std::string_view name;
   /// The default.
@@ -54,7 +54,7 @@ struct OptionDef {
 };
 
 /// One line of a signature: a member of the struct of options, whose initial value is the default.
-/// An enum is a text, its words in the order of its values.
+/// An enum becomes a text, with one word for each of its values in order.
 template <typename T>
 struct Option {
   template <typename Member>
@@ -92,7 +92,7 @@ struct Option {
   std::function<void(T&, const OptionValue&)> set;
 };
 
-/// The options of an op. An op without any has the default one.
+/// The options of an op. A default-constructed signature has none.
 class TANDEM_API Signature {
  public:
   Signature() = default;
@@ -109,15 +109,15 @@ class TANDEM_API Signature {
   }
 
   std::span<const OptionDef> options() const { return options_; }
-  /// Of the struct; null where there is none.
+  /// The type of the struct; null where the op has no options.
   const std::type_info* type() const { return type_; }
 
-  /// The struct of options. Throws c10::ValueError, in the name of `op`, for one that is unknown,
-  /// lacking, or not as its check says.
+  /// Returns the struct of options. Throws c10::ValueError, in the name of `op`, for an unknown
+  /// option, a missing one, and a value that its check refuses.
   Options parse(std::string_view op, const nlohmann::json& options) const;
 
-  /// The options that a struct of this type holds. Throws c10::TypeError, in the name of `op`,
-  /// where the signature is of another one.
+  /// Converts a struct of type `type` to options. Throws c10::TypeError, in the name of `op`, where
+  /// the signature has another struct.
   OptionValues values(std::string_view op, const std::type_info& type, const void* options) const;
 
  private:
@@ -126,30 +126,30 @@ class TANDEM_API Signature {
   std::vector<OptionDef> options_;
 };
 
-/// In words, after "to be": "a number from 0 to 1".
+/// Returns words that follow "to be", such as "a number from 0 to 1".
 TANDEM_API std::string expected(const OptionDef& option);
 
-/// Whether an option may have this value, which is of its type.
+/// Whether the check of an option accepts a value of the option's type.
 TANDEM_API bool allows(const OptionDef& option, const OptionValue& value);
 
 TANDEM_API nlohmann::json json_of(const OptionValue& value);
 
-/// A size that the shapes of parameters are made of: given where an op is made, and no option, as
-/// its parameters show it.
+/// A size from which the shapes of parameters are built. The code that creates an op passes it; it
+/// is no option, because the parameters show it.
 struct SizeDef {
   std::string_view name, doc;
 };
 
-/// A parameter: its shape, of which sizes, and its first values.
+/// A parameter: its shape in sizes of the definition, and its first values.
 struct ParamDef {
   enum class Init : uint8_t {
     zeros,
     ones,
-    /// U(-1/sqrt(n), 1/sqrt(n)), n the last size.
+    /// U(-1/sqrt(n), 1/sqrt(n)), where n is the last size.
     kaiming_uniform
   };
   ParamDef(const char* name)
-      : name(name) {}  // NOLINT: a name alone is a parameter that fronts do not make
+      : name(name) {}  // NOLINT: a name alone is a parameter that fronts do not create
   ParamDef(std::string_view name, std::vector<std::string_view> shape = {}, Init init = Init::zeros,
            std::string_view zeros_if = {})
       : name(name), shape(std::move(shape)), init(init), zeros_if(zeros_if) {}
@@ -157,7 +157,7 @@ struct ParamDef {
   std::string_view name;
   std::vector<std::string_view> shape;
   Init init = Init::zeros;
-  /// An option that, where it is set, makes it start at zero.
+  /// The name of an option that makes the parameter start at zero.
   std::string_view zeros_if = {};
 };
 

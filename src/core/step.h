@@ -1,4 +1,4 @@
-// Steps: calls of implementations. A list of them is a program over values.
+// Steps: invocations of implementations. A list of steps is a program over values.
 #pragma once
 
 #include <atomic>
@@ -11,44 +11,45 @@
 
 namespace tandem {
 
-/// What a step is. Passes decide by this; a user may choose any name.
+/// The kind of a step. Passes decide by the kind, because users may choose any name.
 enum class StepKind : uint8_t {
-  /// a step of an op's definition.
+  /// A step of an op's definition.
   op,
-  /// What a fusion put in the place of others.
+  /// A step with which a fusion replaced others.
   fused,
-  // The planner's own, which no op asks for:
+  // The planner adds steps of all following kinds; no op requests them.
   cast,
-  /// Where the user asked that numbers become those of the recipe's format: a quantize and a
-  /// dequantize step from then on.
+  /// Rounds numbers to the recipe's format at the user's request. The planner replaces it by a
+  /// quantize and a dequantize step.
   round,
-  /// The sum of two gradients.
+  /// Adds two gradients.
   add,
-  /// A parameter that is several tensors, and their gradients from its own.
+  /// Joins the tensors of a parameter, and splits the parameter's gradient into theirs.
   join,
   split,
   rename,
   seed,
   quantize,
-  /// One that says what it does, and that nothing takes the place of.
+  /// A quantize step that reports what it does. No pass replaces it.
   watched_quantize,
   dequantize,
-  /// An output that stays in codes.
+  /// Returns an output in codes.
   hand_over,
-  /// Of a slot of the recipe's state, which it brings up to date.
+  /// Reads a scale from a slot of the recipe's state. In a new region it updates the state first.
   take_scale,
-  /// Into a slot of the recipe's state: it runs where the step that writes the amax does.
+  /// Records an amax in a slot of the recipe's state. It runs where the step runs that writes the
+  /// amax.
   record_amax,
-  /// Brings the codes of a weight up to date in its workspace.
+  /// Updates the codes of a weight in its workspace.
   refresh,
-  /// A step of forward that backward runs again instead of having what it writes kept.
+  /// A step of forward that backward runs to recompute values that are not kept.
   again,
-  /// What such a step reads, as a value that comes after the gradients that backward is given:
-  /// compilers would take the step for that of forward otherwise, and keep its results.
+  /// Makes an operand of a recomputed step depend on the gradients of backward; compilers would
+  /// else merge the step with forward's, and keep its results.
   behind,
 };
 
-/// A part of an op: its nth step of a direction. Every part is covered exactly once.
+/// The nth step of an op in one direction. The steps of a plan cover every part exactly once.
 struct Part {
   uint32_t op = 0;
   bool is_backward = false;
@@ -56,30 +57,29 @@ struct Part {
   auto operator<=>(const Part&) const = default;
 };
 
-/// A list operand among the reads or writes of a step.
+/// The range of a list operand in the reads or writes of a step.
 struct ListRange {
   uint32_t first = 0, count = 0;
 };
 
-/// What a step quantizes by itself, in groups that have scales of their own.
+/// An operand that a step quantizes itself, in groups with scales of their own.
 struct ByGroup {
-  /// Null: it is read in codes, or as it is.
+  /// Null: the step reads codes, or does not quantize the operand.
   const Quantizer* quantizer = nullptr;
-  /// False: its amaxes alone are asked for, and the product takes the numbers.
+  /// False: the step only measures amaxes, and multiplies the numbers.
   bool is_multiplied = true;
-  /// Places among the step's reads and writes, npos where there is none: what the quantizer is
-  /// given, a scale for each group or one seed; and the amax of each group.
+  /// The read with the quantizer's argument, which is a scale for each group or one seed, and the
+  /// write of the groups' amaxes; npos where there is none.
   size_t given = npos, amaxes = npos;
 };
 
-/// What a fused step does to memory in the place of a member: ranges of its `mutates` and
-/// `absorbs`.
+/// The mutations that a fused step performs for a member, as ranges of its `mutates` and `absorbs`.
 struct Effect {
   ListRange mutates, absorbs;
 };
 
-/// The implementations that a step has taken, in any call: for `explain`. Any thread may add to it;
-/// a copy is another step, which has taken none.
+/// The implementations that any call of a step has used, for `explain`. Any thread may add to them.
+/// A copy belongs to another step, and is empty.
 class Taken {
  public:
   Taken() = default;
@@ -94,52 +94,52 @@ class Taken {
   std::atomic<kernel_ops::ImplementationNames> names_{0};
 };
 
-/// One call of an implementation.
+/// One invocation of an implementation.
 struct Step {
   StepKind kind = StepKind::op;
-  /// For people, and for patterns of ops: "rms_norm", "rms_norm.backward"; the fusion's name where
-  /// fused.
+  /// The name that users and patterns see, such as "rms_norm" or "rms_norm.backward"; a fused step
+  /// has the fusion's name.
   std::string name;
-  /// Of an op's step: "activation", "activation.backward", or empty.
+  /// For an op's step "activation" or "activation.backward", or empty.
   std::string family;
   Run run = nullptr;
   Phase phase = Phase::compute;
-  /// As the definition calls them, parallel to reads and writes.
+  /// The names of reads and writes in the op's definition.
   Names read_names, write_names;
-  /// Value::none for an operand that is absent.
+  /// Value::none for an absent operand.
   Values reads;
-  /// Value::none for a result that nobody demands.
+  /// Value::none for a result that is not demanded.
   Values writes;
-  /// Positions of what chains go through: x and y, in backward grad_y and grad_x; npos where the
-  /// step has none.
+  /// Indices of the values that link a pattern: x and y, in backward grad_y and grad_x; npos where
+  /// the step has none.
   size_t main_read = 0, main_write = 0;
   std::vector<ListRange> read_lists, write_lists;
-  /// Workspaces, buffers and in-place operands: such steps are never repeated, nor reordered among
-  /// those of the same value.
+  /// Workspaces, buffers and in-place operands. A step that mutates is never repeated, and never
+  /// reordered among the steps that use the value.
   Values mutates;
-  /// Of a step of backward: arguments of the plan whose gradients go into what it mutates. It runs
-  /// where one of them is asked for.
+  /// For a backward step, arguments of the plan whose gradients the step adds to the tensors that
+  /// it mutates. The step runs where one of these gradients is requested.
   std::vector<uint32_t> absorbs;
-  /// Of a fused step, by FusedRun::mutates. One does nothing where nobody asks for what it
-  /// absorbs.
+  /// For a fused step, in the order of FusedRun::mutates. An effect happens only where a gradient
+  /// that it absorbs is requested.
   std::vector<Effect> effects;
   std::vector<Part> covers;
-  /// Of one that runs again: what it covers in forward.
+  /// For a step that recomputes, the parts that it covers in forward.
   std::vector<Part> repeats;
-  /// Of a round step: the op that wants its numbers rounded.
+  /// For a round step, the op that requests it.
   size_t asked_by = npos;
-  /// One for an op's step and for a quantize step. Of a fused step one per member, in pattern
-  /// order, null for one that is absent or has none.
+  /// One entry for a step of an op or a quantize step. A fused step has one for each member in
+  /// pattern order, null where the member is absent or has no options.
   std::vector<Options> options;
-  /// Under a recipe, of an op's step that quantizes in groups: by its contracts. Of a fused step by
-  /// FusedRun::quantizes.
+  /// For an op's step that quantizes in groups, in the order of its contracts; for a fused step in
+  /// the order of FusedRun::quantizes.
   std::vector<ByGroup> quantizers;
   bool runs_user_code = false;
-  /// Whether the op may broadcast x here: nobody in the plan sums a gradient of it.
+  /// Whether the op may broadcast x: no step of the plan sums a gradient of x.
   bool broadcasts_input = false;
-  /// Values whose last reader this step is.
+  /// Values that no later step reads.
   Values dead;
-  /// Written by whoever runs the step.
+  /// The executor writes it.
   mutable Taken taken;
 };
 using Steps = std::vector<Step>;

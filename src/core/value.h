@@ -1,4 +1,4 @@
-// Values: whatever flows through a plan, known by a number and typed.
+// Values: the numbered and typed nodes of a plan.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -11,66 +11,66 @@
 
 namespace tandem {
 
-/// A value of a plan. Two steps that name the same Value mean the same numbers; a rename makes no
-/// new one.
+/// A value of a plan. Steps that name one Value use the same numbers; a rename creates no Value.
 enum class Value : uint32_t { none = 0xFFFFFFFF };
 
 constexpr size_t index_of(Value value) { return static_cast<size_t>(value); }
 constexpr bool exists(Value value) { return value != Value::none; }
 using Values = std::vector<Value>;
 
-/// What a value consists of.
+/// The representation of a value.
 enum class Format : uint8_t {
   /// One tensor.
   plain,
-  /// Codes, their scales and, where the format has one, the amax behind these, of one direction, as
-  /// the type's quantizer writes them.
+  /// Codes of one direction, their scales and, where the format has one, their amax, as the type's
+  /// quantizer writes them.
   codes,
-  /// No tensor: the sizes of another value.
+  /// No tensor, but the sizes of another value.
   shape,
-  /// Whatever user code saves: tensors and plain fields, known only to the op that wrote them.
+  /// Tensors and other fields that user code saved, and that only its op understands.
   opaque,
 };
 
-/// Where a value comes from.
+/// The origin of a value.
 enum class Origin : uint8_t {
-  /// An argument: the main input or an extra one.
+  /// An argument: the main operand or an extra input.
   input,
-  /// a parameter, passed in at every call.
+  /// A parameter, which every call passes.
   param,
-  /// a preallocated tensor that steps mutate: the cached codes of a weight.
+  /// A preallocated tensor that steps mutate: cached codes of a weight.
   workspace,
-  /// a tensor of the recipe's state, or the region's number: kept by a module, mutated by steps.
+  /// A tensor of the recipe's state, or the region's number. A module keeps it, and steps mutate
+  /// it.
   state,
-  /// a tensor of the caller that steps mutate, such as a parameter's main_grad.
+  /// A tensor of the caller that steps mutate, such as a parameter's main_grad.
   buffer,
   /// Written by a forward step.
   result,
-  /// Written by a backward step, or given to backward.
+  /// Written by a backward step, or passed to backward.
   gradient,
   /// Written and read in backward only.
   intermediate,
 };
 
-/// Which operand of a product a tensor is: a recipe has a quantizer for each.
+/// The role of a tensor in a product; a recipe has a quantizer for each role.
 enum class Role : uint8_t { input, weight, grad_output };
 
-/// The type of a value, and what a reader of `explain` wants to know of it.
+/// The type of a value, and what `explain` prints of it.
 struct Type {
   at::ScalarType dtype = at::kFloat;
   Format format = Format::plain;
   Origin origin = Origin::result;
-  /// The value whose memory this one may share (a reshape), if any.
+  /// The value whose memory this value may share, as in a reshape.
   Value view_of = Value::none;
-  /// As `explain` prints it: "3.linear.y".
+  /// The name that `explain` prints, such as "3.linear.y".
   std::string name = {};
-  /// Of a value in codes; null of all others.
+  /// The quantizer of a value in codes, else null.
   const Quantizer* quantizer = nullptr;
   Direction direction = Direction::row;
-  /// Whether some step of backward can write it again, or what it is computed of: where it is not
-  /// kept, it may be there after many other steps.
+  /// Whether a backward step can re-emit the value, or a value that it is computed from. Unless it
+  /// is kept, it may then exist only after many other steps.
   bool may_come_late = false;
-  /// Of an argument or a result of forward, in a finished plan: whether its gradient is wanted.
+  /// For an argument or a result of forward in a finished plan: whether its gradient is required.
   bool requires_grad = false;
 };
 
