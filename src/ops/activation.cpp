@@ -19,7 +19,7 @@ namespace {
 using Forward = kernel_ops::ActivationForward;
 using Backward = kernel_ops::ActivationBackward;
 
-/// An op and the function that it applies.
+/// An op, and the function that it applies.
 struct Applied {
   std::string_view op, function;
   bool is_gated;
@@ -46,7 +46,7 @@ std::string shortest(double number) {
   return {text.data(), end};
 }
 
-/// The function of the op, with the numbers that its options are.
+/// Returns the name of the op's function with the values of the numeric options.
 Options parse(const OpDef& def, const nlohmann::json& given) {
   const Options options = def.signature.parse(def.name, given);
   const Applied& applied = *std::ranges::find(kApplied, def.name, &Applied::op);
@@ -122,7 +122,7 @@ OpDef gated(std::string_view name, std::string_view formula, Signature signature
   return definition;
 }
 
-/// The same function times the extra input.
+/// Defines an op that multiplies the function's result by the extra input scales.
 OpDef scaled(std::string_view name, std::string_view formula, Signature signature) {
   return {.name = name,
           .formula = formula,
@@ -142,7 +142,7 @@ OpDef scaled(std::string_view name, std::string_view formula, Signature signatur
           .parse = parse};
 }
 
-/// More columns than any tensor has a use for.
+/// A bound above any useful number of columns.
 constexpr double kMostColumns = 1 << 24;
 constexpr const char* kInterleaveDoc =
     "a and b take turns in blocks of so many columns; 0: they are halves";

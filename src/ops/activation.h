@@ -1,4 +1,4 @@
-// Activations and gated linear units: one table row each.
+// Activations and gated units: one table row each.
 #pragma once
 
 #include <span>
@@ -8,21 +8,22 @@
 
 namespace tandem::ops {
 
-/// The rows of tandem/activations.h: y = act(x), element by element, in float32, rounded once; and
-/// y = act(a) * b with [a, b] the halves of the last dimension of x, the gate first, or blocks of
-/// glu_interleave_size columns by turns. Then the latter times a number per row, the extra input.
+/// The ops of the rows of tandem/activations.h, computed in float32 and rounded once: y = act(x)
+/// element by element; for a gated unit y = act(a) * b. The gate a and b are the halves of the last
+/// dimension of x, or alternate in blocks of glu_interleave_size columns. Scaled units multiply y
+/// by the extra input `scales`, which has one number for each row.
 ///
 /// Shapes:  x any -> y like x; for a gated unit x [..., 2 * features] -> y [..., features]; scales
 ///          like x without its last dimension.
-/// Dtypes:  that of autocast, else of x.
-/// Throws:  c10::ValueError where a gated unit's last dimension is odd, or no multiple of two
-///          blocks; where a beta is not above 0.
+/// Dtypes:  y has the dtype of autocast, else of x.
+/// Throws:  c10::ValueError where the last dimension of a gated unit is odd or no multiple of two
+///          blocks, and where a beta is not above 0.
 /// Source:  Hendrycks and Gimpel 2016, arXiv:1606.08415; Shazeer 2020, arXiv:2002.05202.
 std::span<const OpDef> activations();
 
-/// What steps are told, whatever the struct of options that a user fills in.
+/// The options of the steps, which are the same for every struct of options that a user fills in.
 struct ActivationOptions {
-  /// As kernel ops take it (kernel_ops/unit/activation_function.h).
+  /// The name by which kernel ops know the function (kernel_ops/unit/activation_function.h).
   std::string function;
   bool is_gated = false;
 };

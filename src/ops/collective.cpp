@@ -21,7 +21,7 @@ void start_again(Call& call) {
                                                  call.options<ProcessGroup>()));
 }
 
-/// Not the same value: its gradient is another.
+/// The result is a value of its own, because its gradient differs from the operand's gradient.
 void pass_on(Call& call) { call.out(0, call.in(0)); }
 
 void wait(Call& call) { call.out(0, kernel_ops::wait(call.in(0))); }

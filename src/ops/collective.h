@@ -1,28 +1,33 @@
-// Collectives over a process group, along the first dimension. Each direction is a step that starts
-// it and one that waits for it, so that other steps stand between.
+// Collectives over a process group, along the first dimension. In each direction one step starts
+// the collective and another one waits for it, so that other steps can run between them.
 #pragma once
 
 #include "core/op_def.h"
 
 namespace tandem::ops {
 
-/// y = the rows of all ranks; the gradient is the rank's rows of the sum of gradients. Backward
-/// gathers y again rather than keep it.
+/// y = the rows of all ranks. The gradient of x is this rank's rows of the sum of all ranks'
+/// gradients. Backward gathers y once more instead of keeping it.
 ///
-/// Shapes: x [rows, ...] -> y [size * rows, ...].
+/// Shapes:  x [rows, ...] -> y [size * rows, ...].
 extern const OpDef kAllGather;
 
-/// y = the rank's rows of the sum of x over ranks; the gradient is the gradients of all ranks.
+/// y = this rank's rows of the sum of x over ranks. The gradient of x is the rows of all ranks'
+/// gradients.
 ///
-/// Shapes: x [rows, ...] -> y [rows / size, ...].
-/// Throws: c10::ValueError unless the size of the group divides rows.
+/// Shapes:  x [rows, ...] -> y [rows / size, ...].
+/// Throws:  c10::ValueError unless the size of the group divides rows.
 extern const OpDef kReduceScatter;
 
-/// y = the sum of x over ranks, which all ranks then hold; the gradient is that of y, which they
-/// hold too.
+/// y = the sum of x over ranks, which all ranks then hold. The gradient of x is the gradient of y,
+/// which all ranks hold too.
+///
+/// Shapes:  x any -> y like x.
 extern const OpDef kAllReduce;
 
-/// y is x, which all ranks hold; the gradient is the sum of gradients over ranks.
+/// y = x, which all ranks hold. The gradient of x is the sum of the gradients over ranks.
+///
+/// Shapes:  x any -> y like x.
 extern const OpDef kReduceGradient;
 
 }  // namespace tandem::ops

@@ -17,8 +17,8 @@ namespace {
 
 enum Left : size_t { kGradY, kX, kGradScale, kGradAmax, kXScale, kXAmax, kText };
 
-/// The lines of the text: version of x, dtype, directions; the quantizers, empty where there is
-/// none.
+/// The operands that the text describes. Its lines are: the version of x, the dtype and both
+/// directions; the quantizer of grad_y; the quantizer of x. A line is empty without a quantizer.
 struct Operands {
   kernel_ops::CodedMatrix grad_y, x;
   at::ScalarType dtype = at::kFloat;

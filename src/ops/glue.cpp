@@ -52,8 +52,8 @@ void split(Call& call) {
 
 void rename(Call& call) { call.out(0, call.in(0)); }
 
-/// aten's draw, because compilers know it as random: they neither merge two draws nor draw again
-/// where they recompute.
+/// The draw is an ATen operation because compilers know that it is random: they neither merge two
+/// draws nor repeat a draw in a recomputation.
 void draw_seed(Call& call) {
   call.out(0, at::randint(std::numeric_limits<int64_t>::max(), {},
                           call.in(0).options().dtype(at::kLong)));
@@ -100,8 +100,8 @@ void watched_quantize(Call& call) {
   const auto& options = call.options<WatchOptions>();
   const Quantizer& quantizer = *options.quantizer;
   quantize_by(call, quantizer);
-  if (call.in(x).is_meta()) return;  // it has no numbers
-  // Codes of columns may be those of rotated numbers.
+  if (call.in(x).is_meta()) return;  // a meta tensor has no numbers
+  // Rotated column codes do not show the error of the numbers.
   if (!call.wants(rows) && (quantizer.hadamard || !call.wants(columns))) return;
   const size_t write = call.wants(rows) ? rows : columns;
   const at::TensorList parts = call.frame().tensors(call.step().writes[write]);
@@ -152,7 +152,7 @@ void dequantize(Call& call) {
 void matrix_amaxes(Call& call) { call.out(0, kernel_ops::matrix_amaxes(call.in(0))); }
 
 namespace {
-/// Reads from `first` on: the tensors of a state, then the region's number.
+/// Reads a state: its tensors, from read `first` on, and then the region's number.
 ScalingState state_at(Call& call, size_t first) {
   return scaling_state([&](size_t read) { return call.in(read); }, first);
 }
@@ -172,7 +172,7 @@ void record_amax(Call& call) {
 template void record_amax<true>(Call&);
 template void record_amax<false>(Call&);
 
-/// Only who traces could take what follows for what forward has done.
+/// Only tracers and compilers could merge the following step with a step of forward.
 void behind(Call& call) {
   size_t gradient = 1;
   while (!call.has(gradient)) ++gradient;
@@ -239,8 +239,8 @@ void weight_codes(Call& call) {
 namespace {
 std::atomic<QuantizedWriter> quantized_writer{nullptr};
 
-/// AOTAutograd takes the gradient of an output for a tensor of the output's type, which that of
-/// codes is not.
+/// AOTAutograd expects the gradient of an output in the type of the output, but a tensor of codes
+/// has a gradient in numbers.
 bool is_compiled(Call& call) { return call.in(0).key_set().has(c10::DispatchKey::Python); }
 }  // namespace
 

@@ -1,4 +1,4 @@
-// What the steps do that the planner puts between the steps of ops. planner/glue.h makes the steps.
+// The functions of the steps that the planner adds between steps of ops (planner/glue.h).
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace tandem {
 
-/// What a report of a quantization names: the number of the pipeline, the place of the op in it,
+/// The origin of a quantization in a report: the number of the pipeline, the index of the op in it,
 /// the operand's role, and the group, -1 for an op without groups.
 struct Watch {
   int64_t pipeline = 0;
@@ -18,8 +18,8 @@ struct Watch {
   int64_t group = -1;
 };
 
-/// Codes and scales of a tensor, as a front that has a type for such puts them into one, and as
-/// they are read from one that comes back as an input. Absent parts are undefined.
+/// Codes and scales of a tensor, which a front packs into its own tensor type for an output, and
+/// unpacks from an input. Absent parts are undefined.
 struct TensorInCodes {
   const Quantizer* quantizer = nullptr;
   std::array<at::Tensor, group_amax> parts = {};
@@ -29,7 +29,7 @@ struct TensorInCodes {
 using QuantizedWriter = at::Tensor (*)(const TensorInCodes& codes);
 TANDEM_API void set_quantized_writer(QuantizedWriter writer);
 
-/// The functions that these steps run. planner/glue.cpp names the reads and writes of each step.
+/// The functions of the added steps. planner/glue.cpp names the reads and writes of each step.
 namespace glue {
 
 void cast(Call& call);
@@ -46,7 +46,7 @@ void behind(Call& call);
 /// The options of this step are a Quantizer.
 void quantize(Call& call);
 
-/// Options of the steps that report what quantizing does, to one tensor or to each of its groups.
+/// Options of the steps that report on the quantization of one tensor, or of each of its groups.
 struct WatchOptions {
   const Quantizer* quantizer;
   Watch watch;
@@ -54,7 +54,7 @@ struct WatchOptions {
 void watched_quantize(Call& call);
 void watched_groups(Call& call);
 
-/// Options of the steps that take scales from a recipe's state, or leave amaxes in it.
+/// Options of the steps that read scales from a recipe's state, or record amaxes in it.
 struct SlotOptions {
   kernel_ops::SlotRange slots;
   const ScaleUpdate* update;
@@ -63,8 +63,8 @@ void take_scale(Call& call);
 template <bool kCounts>
 void record_amax(Call& call);
 
-/// Options of the steps that make codes of a weight. Such a step reads the pieces of the weight,
-/// its workspace, and, in backward of traced code, the gradients that the codes must not precede.
+/// Options of the steps that compute codes of a weight. Such a step reads the pieces of the weight,
+/// its workspace, and, in backward of traced code, a gradient that must precede the codes.
 struct OfWeight {
   const Quantizer* quantizer;
   size_t pieces;

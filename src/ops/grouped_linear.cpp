@@ -20,7 +20,7 @@ const GroupedLinearOptions& options_of(const Call& call) {
   return call.options<GroupedLinearOptions>();
 }
 
-/// What the step writes: fresh, or the memory of a tensor that the caller gave for it.
+/// Returns the tensor that the step writes: memory of the frame, or a tensor of the caller.
 Tensor target_of(Call& call, const char* name, at::IntArrayRef sizes, const Tensor& like) {
   if (call.step().mutates.empty()) return call.frame().allocate(sizes, like.scalar_type(), like);
   const Tensor& given = call.mutated(0);
@@ -43,20 +43,20 @@ Tensor target_of(Call& call, const char* name, at::IntArrayRef sizes, const Tens
     }
   }
   at::TensorImpl* impl = given.unsafeGetTensorImpl();
-  impl->bump_version();  // below autograd nobody else does
-  // One memory, one counter of versions: whoever writes it later is found out.
+  impl->bump_version();  // nothing else does so below autograd
+  // The alias shares the version counter of the caller's tensor, so that later writes are detected.
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(),
                                                   /*allow_tensor_metadata_change=*/true));
 }
 
-/// Of a tensor with the sizes of `like` but for the last one.
+/// Returns the sizes of `like` with another last dimension.
 c10::DimVector sizes_like(const Tensor& like, int64_t features) {
   c10::DimVector sizes(like.sizes().begin(), like.sizes().end());
   sizes.back() = features;
   return sizes;
 }
 
-/// All products of the rows of the step's first read, as `grouped_product` says.
+/// Multiplies the rows of all groups, on any path, as kernel_ops::grouped_product defines it.
 Tensor multiply_groups(Call& call, const Tensor& x, const Tensor& splits,
                        const kernel_ops::GroupMatrices& weights,
                        const kernel_ops::GroupBiases& biases, bool transposed, const char* target) {
@@ -108,7 +108,7 @@ void groups_grad_x(Call& call) {
                               /*transposed=*/false, "grad_input"));
 }
 
-/// Of the steps that read grad_y, x and splits.
+/// Returns the quantizers of a step that reads grad_y, x and splits.
 kernel_ops::GradQuantizers grad_quantizers(Call& call, const Tensor& gradient, int64_t groups,
                                            bool later = false) {
   enum Read { grad_y, x, splits };
@@ -142,7 +142,7 @@ void groups_grad_weight(Call& call) {
   });
 }
 
-/// The gradients are added to buffers of the caller, in the products where these can write there.
+/// Adds the gradients to main_grads; on the direct path the products do so themselves.
 void accumulate(Call& call) {
   enum Read { grad_y, x, splits };
   const GroupedLinearOptions& options = options_of(call);
@@ -169,7 +169,8 @@ void accumulate(Call& call) {
   finish_main_grads(call, options, input);
 }
 
-/// The gradient is copied, as it may become the `grad` of a leaf, which is added to.
+/// Copies the gradient, because it may become the `grad` of a leaf, to which later gradients are
+/// added.
 void defer_gradients(Call& call) {
   enum Read { grad_y, x, splits };
   const Tensor gradient = as_matrix(call.in(grad_y));

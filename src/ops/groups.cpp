@@ -52,7 +52,7 @@ kernel_ops::GroupQuantizer rows_quantizer_at(Call& call, size_t place, const Ten
 
 namespace {
 
-/// Of what the contract at `place` names; npos where nobody asks for them.
+/// Returns the write of the amaxes of contract `place`, or npos where they are not demanded.
 size_t amaxes_write(const Call& call, size_t place) {
   const auto& quantizers = call.step().quantizers;
   const size_t write = place < quantizers.size() ? quantizers[place].amaxes : npos;
@@ -150,7 +150,7 @@ void check_devices(const Call& call, size_t list, size_t splits,
 void check_features(const Call& call, c10::SymIntArrayRef x, size_t list,
                     const GroupedLinearOptions& options) {
   const ListRange& range = call.read_list(list);
-  std::vector<c10::SymDimVector> weights;  // codes may have other sizes
+  std::vector<c10::SymDimVector> weights;  // the sizes of codes may differ
   for (size_t i = range.first; i < range.first + range.count; ++i)
     weights.push_back(call.sizes_of_numbers(i));
   if (options.packed_weight) {
@@ -209,7 +209,7 @@ void accumulate_all(const Call& call, const GroupedLinearOptions& options, const
 void finish_main_grads(Call& call, const GroupedLinearOptions& options, const Tensor& like,
                        size_t first, size_t list) {
   for (size_t i = first; call.path() == Path::direct && i < first + main_grad_count(options); ++i)
-    call.mutated(i).unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+    call.mutated(i).unsafeGetTensorImpl()->bump_version();  // nothing else does so below autograd
   if (options.dummy == BasicLinearOptions::Dummy::none) return;
   const auto dummy = [&](const Tensor& main_grad) {
     const auto traits = like.options();

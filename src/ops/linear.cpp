@@ -28,7 +28,7 @@ void grad_weight(Call& call) {
   call.out(0, linear_grad_weight(call, grad_y, x, call.out_type(0).dtype));
 }
 
-/// The gradient is added in the product itself: main_grad is read and written once.
+/// The product itself adds the gradient, so that main_grad is read and written once.
 void linear_accumulate(Call& call) {
   enum Read { grad_y, x };
   const auto& options = call.options<BasicLinearOptions>();
@@ -44,14 +44,14 @@ void linear_accumulate(Call& call) {
                     ". Allocate it with torch.zeros.");
   product_into(call, {grad_y, true}, {x}, main_grad, !options.overwrite_main_grad);
   if (call.path() == Path::direct)
-    main_grad.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+    main_grad.unsafeGetTensorImpl()->bump_version();  // nothing else does so below autograd
   if (call.step().writes.empty() || !call.wants(0)) return;
   const auto dummy = call.in(x).options().dtype(call.out_type(0).dtype);
   call.out(0, options.dummy == BasicLinearOptions::Dummy::zeros ? at::zeros_symint(sizes, dummy)
                                                                 : at::empty_symint(sizes, dummy));
 }
 
-/// What the gradient of weight is computed from is left to the caller.
+/// Stores the operands of the weight's gradient in tensors of the caller.
 void linear_defer(Call& call) {
   enum Read { grad_y, x };
   leave_product(call, grad_y, x);
@@ -71,7 +71,7 @@ bool accumulates(const void* options) {
   return linear.accumulate_into_main_grad && !linear.delay_wgrad &&
          (linear.dummy != BasicLinearOptions::Dummy::none) == kDummy;
 }
-/// There is a main_grad where one is asked for.
+/// The op has a main_grad where the options add the gradient to it.
 size_t buffers(const void* options, std::string_view operand) {
   if (operand == "deferred[]") return delays(options) ? kDeferredProduct : 0;
   return linear_options(options).accumulate_into_main_grad ? 1 : 0;

@@ -22,7 +22,7 @@ const LossOptions& loss_options(const void* options) {
 }
 constexpr std::array<std::string_view, 3> kReductions{"mean", "sum", "none"};
 
-/// Of a list that has one tensor or none.
+/// Returns the tensor of a list that has at most one.
 std::optional<at::Tensor> only(const Call& call, size_t list) {
   const ListRange& range = call.read_list(list);
   return range.count == 0 ? std::nullopt : std::optional(call.in(range.first));
@@ -52,7 +52,7 @@ void loss_forward(Call& call) {
   call.write<Loss>(loss_arguments(call, x, weight, targets, call.output_mask<6>()));
 }
 
-/// Where the losses of rows have one gradient, those of forward times it.
+/// With a mean or a sum, each gradient is the gradient that forward computed times one factor.
 void loss_backward(Call& call) {
   enum Read { grad_y, denominator, unit };
   at::Tensor factor = call.in(grad_y);
@@ -73,7 +73,8 @@ void loss_backward(Call& call) {
   call.out(0, std::move(scaled));
 }
 
-/// Where each row has a gradient of its own, the logits are computed again.
+/// With a loss for each row, the losses have different gradients, so that the logits are
+/// recomputed.
 void loss_backward_by_row(Call& call) {
   enum Read { grad_y, x, targets, weight };
   enum Write { grad_x, grad_weight, grad_bias };

@@ -60,7 +60,7 @@ void layer_norm_backward(Call& call) {
                        {Backward::grad_x, Backward::grad_weight, Backward::grad_bias, Backward::y});
 }
 
-/// Of whole numbers as of those of the default dtype, as torch promotes them.
+/// Integers are first converted to the default dtype, as torch promotes them.
 void l2_norm_forward(Call& call) {
   const at::Tensor& x = call.in(0);
   const bool is_whole = at::isIntegralType(x.scalar_type(), /*includeBool=*/true);

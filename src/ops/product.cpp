@@ -22,12 +22,13 @@ using kernel_ops::Product;
 using kernel_ops::Rows;
 using kernel_ops::Sums;
 
-/// A view without a dispatch: the direct path holds plain tensors only.
+/// Creates a view without the dispatcher, because the direct path has only dense tensors without
+/// subclasses.
 at::Tensor raw_view(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef strides) {
   return at::native::as_strided_tensorimpl(tensor, sizes, strides);
 }
 
-/// `tensor` as a matrix over its last dimension, transposed or not.
+/// Returns `tensor` as a matrix over its last dimension, transposed where `transposed` is set.
 at::Tensor matrix(const at::Tensor& tensor, bool transposed, Path path) {
   if (path != Path::direct) {
     const at::Tensor flat =
@@ -47,7 +48,7 @@ at::Tensor matrix(const at::Tensor& tensor, bool transposed, Path path) {
   return flat.dim() == 2 ? flat : raw_view(flat, {rows, cols}, {row_stride, col_stride});
 }
 
-/// A fresh result of the frame, and the same as a matrix.
+/// A result that the frame allocates, and its view as a matrix.
 struct Fresh {
   Fresh(Call& call, const Product& product, c10::SymIntArrayRef sizes)
       : tensor(call.frame().allocate(C10_AS_INTARRAYREF_SLOW(sizes), product.type.dtype,
@@ -58,8 +59,9 @@ struct Fresh {
   at::Tensor tensor, matrix;
 };
 
-/// A product off the direct path. Batched gradients (is_grads_batched) lose a last dimension of one
-/// column in torch's product of two batched matrices.
+/// Reshapes a product off the direct path. The reshape also restores a last dimension of one
+/// column, which torch's product of two batched matrices drops from batched gradients
+/// (is_grads_batched).
 at::Tensor in_sizes(const at::Tensor& result, c10::SymIntArrayRef sizes) {
   return static_cast<size_t>(result.dim()) == sizes.size() ? result : result.reshape_symint(sizes);
 }
@@ -68,8 +70,8 @@ std::optional<at::Tensor> optional(const at::Tensor* tensor) {
   return tensor != nullptr ? std::optional(*tensor) : std::nullopt;
 }
 
-/// alpha a b + addend, where the addend, if there is one, has the product's sizes and dtype: that
-/// of a and b, or `is_wide`, float32 for operands of 16 bits.
+/// Returns alpha a b + addend. An addend has the sizes and the dtype of the product, which is the
+/// dtype of a and b or, with `is_wide`, float32 for operands of 16 bits.
 at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::SymIntArrayRef sizes,
                     Rows rows, Sums sums = Sums::any, double alpha = 1,
                     const at::Tensor* addend = nullptr, bool is_wide = false) {
@@ -92,9 +94,10 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
   return in_sizes(at::addmm(start, a, b, /*beta=*/1, alpha), sizes);
 }
 
-/// What libraries shall add to alpha a b so that nothing is left to do, or null: the bias or the
-/// addend. The sum of both, and alpha times a bias, would be rounded here. A float32 sum is as
-/// precise behind the product, where it takes one pass over memory less.
+/// Returns the tensor that a library can add to alpha a b so that nothing is left to do, or null:
+/// the bias or the addend. A sum of both, and alpha times a bias, would be rounded before the
+/// product. In float32 a separate addition of the bias is as precise, and takes one pass over
+/// memory less.
 const at::Tensor* addend_for_libraries(const Call& call, const Epilogue& epilogue,
                                        at::ScalarType dtype, c10::SymIntArrayRef sizes) {
   const auto& [alpha, bias, addend] = epilogue;
@@ -107,13 +110,13 @@ const at::Tensor* addend_for_libraries(const Call& call, const Epilogue& epilogu
   return is_alone && !is_for_later ? bias : nullptr;
 }
 
-/// The dtype of a product with its addend.
+/// Returns the dtype of the sum of a product and its addend.
 at::ScalarType summed_dtype(const Epilogue& epilogue, at::ScalarType product) {
   return epilogue.addend == nullptr ? product
                                     : at::promote_types(product, epilogue.addend->scalar_type());
 }
 
-/// The epilogue of a fresh product, behind it. `is_scaled`: alpha is done.
+/// Applies the epilogue to a product. With `is_scaled` the product has alpha already.
 at::Tensor finished(Call& call, at::Tensor product, const Epilogue& epilogue, at::ScalarType dtype,
                     bool is_scaled = false) {
   const auto& [alpha, bias, addend] = epilogue;
@@ -127,7 +130,7 @@ at::Tensor finished(Call& call, at::Tensor product, const Epilogue& epilogue, at
                                        {product})[0];
 }
 
-/// The product of codes as the dispatcher sees it: what runs the op decodes them where it must.
+/// Calls the kernel op of products of codes, which decodes the codes where it must.
 at::Tensor dispatched_product_of_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
                                        at::ScalarType dtype) {
   const auto is_column = [&](Factor factor) {
@@ -151,7 +154,7 @@ at::Tensor dispatched_product_of_codes(Call& call, Factor a, Factor b, c10::SymI
       sizes);
 }
 
-/// A read, as this matrix, for implementations of products.
+/// Describes a read, in the form of this matrix, to implementations of products.
 kernel_ops::Factor factor(const Call& call, const at::Tensor& matrix, size_t read) {
   const Type& type = call.type(read);
   if (type.format != Format::codes) return {matrix};
@@ -160,7 +163,7 @@ kernel_ops::Factor factor(const Call& call, const at::Tensor& matrix, size_t rea
           has_amax ? &call.in(read, kPartsOfCodes - 1) : nullptr};
 }
 
-/// The product of codes as they are, undefined where no implementation takes them.
+/// Returns the product of the codes themselves; undefined where no implementation multiplies them.
 at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
                           at::ScalarType dtype, Rows rows) {
   if (call.path() == Path::dispatch) return dispatched_product_of_codes(call, a, b, sizes, dtype);
@@ -178,8 +181,8 @@ at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef si
   return std::move(result.tensor);
 }
 
-/// An operand of a product of codes: its numbers in float32, and the scale that the product gets at
-/// its end, if its format has one.
+/// An operand of a product of codes: its numbers in float32, and the scale that is applied to the
+/// product, where the format has one.
 struct Decoded {
   Decoded(Call& call, size_t read)
       : quantizer(*call.type(read).quantizer),
@@ -223,8 +226,8 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
     const at::Tensor* addend = addend_for_libraries(call, epilogue, left.scalar_type(), sizes);
     const bool is_scaled = multiplies_by(epilogue.alpha);
     const at::ScalarType own = summed_dtype(epilogue, left.scalar_type());
-    // What follows the product finds it as it was summed: the step rounds once. Other devices are
-    // many times slower in float32.
+    // An epilogue after the product gets unrounded float32 sums, so that the step rounds once. Only
+    // CPUs do so; other devices multiply several times slower in float32.
     const bool is_followed = addend == nullptr && (epilogue.bias || epilogue.addend);
     const bool is_wide = is_followed && kernel_ops::is_narrow(own) && left.device().is_cpu();
     at::Tensor result = multiply(call, left, right, sizes, rows, Sums::any,
@@ -232,7 +235,7 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
     if (addend != nullptr) return result;
     return finished(call, std::move(result), epilogue, own, is_scaled);
   }
-  // What is added to the product finds it as it was summed.
+  // The epilogue gets the sums without a rounding to `dtype`.
   const bool adds = epilogue.bias != nullptr || epilogue.addend != nullptr;
   const at::ScalarType of_product = adds ? at::promote_types(dtype, at::kFloat) : dtype;
   const at::ScalarType own = summed_dtype(epilogue, dtype);
@@ -334,7 +337,7 @@ ProductAndUnit linear_product_and(Call& call, size_t x, size_t weight, at::Scala
       .bias = behind.bias ? &*behind.bias : nullptr,
       .unit = behind.unit,
       .is_gated = behind.is_gated,
-      .unit_argument = behind.wants_z ? &left : nullptr};  // where it is written is not asked
+      .unit_argument = behind.wants_z ? &left : nullptr};  // only whether this is null counts here
   const auto product = [&] {
     return Product(factor(call, left, x), factor(call, right, weight), dtype, options);
   };

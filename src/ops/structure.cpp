@@ -44,7 +44,7 @@ void reshape_backward(Call& call) {
   call.out(0, call.in(grad_y).reshape_symint(call.frame().shape(call.step().reads[x_shape])));
 }
 
-/// aten, so that a compiler can fuse it with its neighbours.
+/// An ATen operation, so that a compiler can fuse it with its neighbours.
 void scale(Call& call) { call.out(0, at::mul(call.in(0), call.options<ScaleOptions>().factor)); }
 
 void dropout(Call& call) {
@@ -66,15 +66,15 @@ void add_in_place(Call& call) {
   const at::Tensor& target = call.in(extra);
   check_target(call, target, call.in(x));
   target.add_(call.in(x));
-  target.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+  target.unsafeGetTensorImpl()->bump_version();  // nothing else does so below autograd
   call.out(0, target);
 }
 
 /// The first value of every plan.
 constexpr Value kMainInput{0};
 
-/// The pipeline's x comes through a channel where it is an extra input, and its gradient is a sum
-/// inside of the pipeline.
+/// Whether the caller passes this read as an extra input. The pipeline's x is none: it reaches a
+/// sum through a channel, and the pipeline itself sums its gradient.
 bool is_callers(const Call& call, size_t read) {
   return call.type(read).origin == Origin::input && call.step().reads[read] != kMainInput;
 }
