@@ -15,7 +15,7 @@ Refusal refuse_mixed_dtypes(const Match& match) {
   return refuse_mixed(match, {1, "grad_bias"}, "the bias", {0, "x"}, "the activation's input");
 }
 
-/// kBias: behind a bias, whose sum is written where anything reads it.
+/// kBias: after a bias, with the sum as a result where it is demanded.
 template <bool kBias>
 void forward(Call& call) {
   enum Read { x, given, bias };

@@ -1,5 +1,5 @@
-// An activation with the bias before it, where that stands behind no product, and the quantizer
-// behind it; and its backward, or a bias alone, with the gradient of the bias and with the
+// Fusions of an activation with a bias before it that follows no product, and with a quantizer
+// after it; fusions of its backward, or of a bias's backward, with the gradient of the bias and a
 // quantizer.
 #pragma once
 
@@ -7,22 +7,22 @@
 
 namespace tandem::fusions {
 
-/// activation -> quantize, and the same for gated units: y is looked at, and with a scale that is
-/// given turned to codes, while it is in the cache
+/// activation -> quantize, and gated unit -> quantize. The amax of y is measured while y is in the
+/// cache; a quantizer with a given scale then also computes the codes.
 ///
 ///   z -> act -> y (if demanded) -> codes, dequant_scale, amax
 extern const Fusion kActivationQuantize, kGluQuantize;
 
-/// bias -> activation (-> quantize), and the same for gated units
+/// bias -> activation (-> quantize), and bias -> gated unit (-> quantize).
 ///
 ///   x -> + bias -> act -> y (if demanded) (-> codes, dequant_scale, amax)
 ///           |
 ///           +--> z, written only if demanded: the activation's backward reads it
 extern const Fusion kBiasActivation, kBiasGlu;
 
-/// activation.backward -> (bias.grad_bias) (quantize), and the quantize step of the y that it
-/// writes again; the same for gated units: one pass gives the gradient of z, its column sums and
-/// its codes, in both directions, and the codes of y, with the bits of one after the other
+/// activation.backward -> (bias.grad_bias) (quantize), and the quantize step of the re-emitted y;
+/// also for gated units. One pass computes the gradient of z, its column sums, its codes in both
+/// directions and the codes of y, with the bits of the separate steps.
 ///
 ///   grad_y, z -> act.backward -> grad_z (if demanded) -> (sum over rows -> grad_bias)
 ///                    |             |
@@ -30,14 +30,14 @@ extern const Fusion kBiasActivation, kBiasGlu;
 ///                    +--> y (if demanded) -> (codes, dequant_scale, amax)
 extern const Fusion kActivationBackward, kGluBackward;
 
-/// bias.grad_bias and quantize of the same gradient
+/// bias.grad_bias and the quantize step of the gradient that it sums.
 ///
 ///   grad_y -> sum over rows -> grad_bias
 ///      |
 ///      +--> codes, dequant_scale, amax
 extern const Fusion kBiasBackwardQuantize;
 
-/// constant_scale.backward (-> bias.grad_bias) -> quantize, with the bits of one after the other
+/// constant_scale.backward (-> bias.grad_bias) -> quantize, with the bits of the separate steps.
 ///
 ///   grad_y -> factor * grad_y -> grad_x (if demanded) -> (sum over rows -> grad_bias)
 ///                                   |

@@ -19,23 +19,23 @@ using kernel_ops::GroupMatrices;
 using kernel_ops::rows_between;
 using std::optional;
 
-/// What stands between the products.
+/// The kind of the unit between the products.
 enum class Unit : uint8_t { activation, glu, scaled_activation, scaled_glu };
 constexpr bool is_scaled(Unit unit) { return unit >= Unit::scaled_activation; }
 constexpr bool is_gated(Unit unit) { return unit == Unit::glu || unit == Unit::scaled_glu; }
 
-/// Reads of forward; backward has them behind grad_y. The lists are weights and biases of the first
-/// product, then of the second.
+/// Reads of forward; in backward they follow grad_y and z. The lists are weights and biases of the
+/// first product, then of the second.
 enum ForwardRead { input, splits, factors, next_splits, next_factors, unit_scales };
 
-/// What each product of a direction quantizes by itself under a recipe, by place: of the steps that
-/// its half replaces.
+/// Operands that the products of one direction quantize under a recipe, as indices into the
+/// quantizers of one product's steps.
 enum Quantized { rows_in, weight_in, gradient_of_weight, input_of_weight };
 constexpr size_t kQuantizedInForward = 2, kQuantizedInBackward = 4;
 
-/// One product of the two.
+/// One of the two products.
 struct Layer {
-  /// `quantized`: how many operands each product of this direction may quantize.
+  /// `quantized` is the number of operands that each product may quantize in this direction.
   Layer(Call& call, size_t number, size_t quantized, size_t input, size_t splits, size_t factors)
       : options(call.options<ops::GroupedLinearOptions>(2 * number)),
         splits(call.in(splits)),
@@ -44,7 +44,7 @@ struct Layer {
                                   ops::quantizer_at(call, places + weight_in))),
         biases(ops::biases_of(call, 2 * number + 1, factors, options, input)),
         rows_quantizer(ops::quantizer_at(call, places + rows_in)) {
-    // A product that nobody asks for quantizes nothing: zeros stay.
+    // A product that is not demanded quantizes nothing, and leaves zeros as amaxes.
     ops::collect_amaxes(call, places + rows_in, call.in(input), groups(), rows_quantizer);
     if (quantized != kQuantizedInBackward) return;
     of_weight = {ops::quantizer_at(call, places + gradient_of_weight),
@@ -65,17 +65,17 @@ struct Layer {
 
   const ops::GroupedLinearOptions& options;
   const Tensor& splits;
-  /// Of what the products quantize, the first.
+  /// The index of the first quantizer of this product.
   const size_t places;
   GroupMatrices matrices;
   GroupBiases biases;
-  /// Of what is multiplied by the weights.
+  /// The quantizer of the rows that the weights multiply.
   kernel_ops::GroupQuantizer rows_quantizer;
-  /// Of the operands of the gradients of weights.
+  /// The quantizers of the operands of the weight gradients.
   kernel_ops::GradQuantizers of_weight;
 };
 
-/// The unit with what it reads besides z.
+/// The unit, with its operands beside z.
 template <Unit kUnit>
 struct Between {
   Between(Call& call, size_t rows_read, size_t scales_read)
@@ -93,7 +93,7 @@ struct Between {
     return rows_between(*scales, first, last);
   }
 
-  /// unit(z + bias), where it is wanted; the sum is written into z's place.
+  /// Returns unit(z + bias) where `wanted`, and writes the sum z + bias into z.
   Tensor forward(const Tensor& z, const optional<Tensor>& bias, const optional<Tensor>& own,
                  bool wanted) {
     if (!wanted && !bias) return {};
@@ -118,7 +118,7 @@ struct Between {
   struct Wanted {
     bool z, scales, bias, h;
   };
-  /// `place`: memory that the gradient of z and h are written into, where it is defined.
+  /// Writes the gradient of z, and h, into the memory of `place` where that is defined.
   Gradients backward(const Tensor& grad_h, const Tensor& z, const optional<Tensor>& own,
                      const Wanted& wanted, const Gradients& place = {}) {
     Gradients made;
@@ -155,7 +155,7 @@ struct Between {
   optional<Tensor> scales;
 };
 
-/// `y` with the leading dimensions of `like`.
+/// Returns `y` with the leading dimensions of `like`.
 Tensor unflat(const Tensor& y, const Tensor& like) {
   if (like.dim() == 2) return y;
   c10::SymDimVector sizes = kernel_ops::sizes_of(like);
@@ -163,7 +163,7 @@ Tensor unflat(const Tensor& y, const Tensor& like) {
   return y.reshape_symint(sizes);
 }
 
-/// All groups of one product, as calls that any path knows.
+/// Multiplies all groups of one product by a kernel op or composite, as needed off the direct path.
 Tensor product(Call& call, const Tensor& rows, const Layer& layer, const GroupBiases& biases,
                bool transposed) {
   call.took(call.path() == Path::composite ? kernel_ops::kReference : kernel_ops::kDispatcher);
@@ -211,8 +211,8 @@ void forward(Call& call) {
                result = call.wants(y) ? fresh(second) : Tensor();
   kernel_ops::for_each_group(offsets, [&](size_t g) {
     const int64_t begin = offsets[g], end = offsets[g + 1];
-    // The unit adds a bias that is the same for all rows, but in 16 bits it finds the product
-    // rounded.
+    // The unit adds a bias that all rows share, except in 16 bits, where the unit would read a
+    // rounded product.
     const bool adds = !is_scaled(kUnit) && !first.biases.biases.empty() && !first.biases.scales &&
                       !kernel_ops::is_narrow(rows.scalar_type());
     const optional<Tensor> bias = adds ? optional(first.biases.biases[g]) : std::nullopt;
@@ -237,14 +237,14 @@ void forward(Call& call) {
   if (call.wants(y)) call.out(y, unflat(result, call.in(input)));
 }
 
-/// Reads of backward: grad_y, z, then those of forward.
+/// Backward reads grad_y, z, then the reads of forward.
 constexpr size_t kBehind = 2;
-/// Writes of backward, before the lists: gradients of the first product's weights and biases, then
-/// of the second one's.
+/// Writes of backward before the lists. The lists are gradients of the first product's weights and
+/// biases, then of the second product's.
 enum Gradient { grad_x, grad_factors, grad_next_factors, grad_unit_scales };
 enum List { weight, bias, next_weight, next_bias };
 
-/// Where the gradients of a product's weights go.
+/// The destination of the gradients of a product's weights.
 enum class Goes : uint8_t { nowhere, to_its_writes, into_main_grad, to_the_caller };
 Goes way_of(const Call& call, const Layer& layer, size_t number, size_t list) {
   const bool is_returned = !layer.options.accumulate_into_main_grad && !layer.options.delay_wgrad;
@@ -253,7 +253,7 @@ Goes way_of(const Call& call, const Layer& layer, size_t number, size_t list) {
   return layer.options.delay_wgrad ? Goes::to_the_caller : Goes::into_main_grad;
 }
 
-/// The gradients that the step writes, as tensors of all rows, or of all groups.
+/// The gradients that the step writes.
 template <Unit kUnit>
 struct Written {
   Written(const Call& call, const Layer& first, const Layer& second)
@@ -265,9 +265,9 @@ struct Written {
         next_bias(ops::wants_any(call, List::next_bias)),
         weight(way_of(call, first, 0, List::weight)),
         next_weight(way_of(call, second, 1, List::next_weight)) {}
-  /// The gradient of z.
+  /// Whether the gradient of z is needed.
   bool z() const { return x || factors || weight != Goes::nowhere || bias; }
-  /// What the unit's backward alone computes; h forward does too.
+  /// Whether a result of the unit's backward is needed. Forward of the unit suffices for h.
   bool unit() const { return z() || unit_scales; }
   bool h() const { return next_weight != Goes::nowhere; }
 
@@ -281,7 +281,7 @@ void write_whole(Call& call, size_t list, bool is_packed, const Tensor& all) {
       call, is_packed, [&](size_t g) { return parts[g].clone(); }, [&] { return all; }, list);
 }
 
-/// The gradients of the weights of one product, which go where its options say.
+/// Writes the gradients of the weights of one product to their destination.
 class GradWeights {
  public:
   GradWeights(Call& call, const Layer& layer, size_t number, size_t list, Goes goes)
@@ -295,8 +295,8 @@ class GradWeights {
 
   bool is_deferred() const { return goes_ == Goes::to_the_caller; }
 
-  /// Of all groups at once, of the gradient of what the product wrote and of what it read.
-  /// `is_callers`: the first is not this step's own.
+  /// Writes the gradients of all groups from the gradient of the product's result, `of_sums`, and
+  /// the product's operand. `is_callers` says that `of_sums` is a tensor from outside the step.
   void write_all(const Tensor& of_sums, const Tensor& input, bool is_callers) {
     if (goes_ == Goes::nowhere) return;
     if (is_deferred()) return defer(of_sums, input, is_callers);
@@ -310,7 +310,7 @@ class GradWeights {
     ops::finish_main_grads(call_, layer_.options, input, first_, list_);
   }
 
-  /// Before `write_group` is called: makes what is written.
+  /// Allocates the gradients that `write_group` writes; call it first.
   void start(int64_t out, int64_t in, const Tensor& like, const std::vector<int64_t>& offsets) {
     if (goes_ == Goes::into_main_grad) check(out, in);
     if (goes_ != Goes::to_its_writes) return;
@@ -326,7 +326,7 @@ class GradWeights {
     call_.took(kernel_ops::grad_weight_of_group(of_sums, input, layer_.of_weight, g, target,
                                                 is_added && !layer_.options.overwrite_main_grad));
   }
-  /// Behind all groups.
+  /// Completes the gradients after the last group.
   void finish(const Tensor& like, const std::vector<int64_t>& offsets) {
     if (goes_ != Goes::into_main_grad) return;
     for (size_t g = 0; layer_.options.overwrite_main_grad && g + 1 < offsets.size(); ++g)
@@ -334,7 +334,7 @@ class GradWeights {
         ops::main_grad_of_group(call_, layer_.options, g, first_).zero_();
     ops::finish_main_grads(call_, layer_.options, like, first_, list_);
   }
-  /// Leaves it to the caller, where that is asked for.
+  /// Stores the operands of delayed gradients.
   void defer(const Tensor& of_sums, const Tensor& input, bool is_callers) const {
     if (!is_deferred()) return;
     write_amaxes(of_sums);
@@ -344,7 +344,7 @@ class GradWeights {
   }
 
  private:
-  /// Of all groups, where no product of one quantizes them.
+  /// Measures the amaxes of all groups where no product quantizes the rows.
   void write_amaxes(const Tensor& of_sums) const {
     ops::write_amaxes(call_, layer_.places + gradient_of_weight, of_sums, layer_.splits,
                       layer_.groups());
@@ -400,7 +400,8 @@ void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, co
                     kBehind + next_factors));
 }
 
-/// One number per row, written group by group.
+/// Allocates a result with one number per row, which is written group by group; rows after the last
+/// group get zeros.
 Tensor per_row(Call& call, size_t write, bool is_wanted, size_t read, const Tensor& like,
                int64_t used) {
   if (!is_wanted) return {};
@@ -438,7 +439,7 @@ void backward(Call& call) {
   };
   GradWeights weights(call, first, 0, List::weight, wanted.weight),
       next_weights(call, second, 1, List::next_weight, wanted.next_weight);
-  // What is computed from later is there of all groups.
+  // Delayed gradients need the operands of all groups.
   const Tensor whole_z = all_rows(weights.is_deferred(), wide),
                whole_h = all_rows(next_weights.is_deferred(), inner);
   weights.start(wide, in, rows, offsets);
@@ -551,7 +552,7 @@ Fusion grouped_mlp(std::string name, const PatternStep& unit, Pass pass) {
   if (pass != Pass::joint) return fusion;
   fusion.backward.reads = {{2, "grad_y"}, {0, "y"}};
   for (MemberOperand read : reads) {
-    if (read.name == "weight[]") read.step = "grad_x";  // under a recipe: the codes of columns
+    if (read.name == "weight[]") read.step = "grad_x";  // column codes under a recipe
     fusion.backward.reads.push_back(read);
   }
   fusion.backward.writes = {{0, "grad_x"}, {0, "grad_scales"}, {2, "grad_scales"}};

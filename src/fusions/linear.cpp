@@ -17,19 +17,19 @@ namespace {
 
 // All forward fusions here read x and weight first, and then the bias if there is one.
 
-/// The dtype that the unfused product has.
+/// Returns the dtype of the unfused product.
 at::ScalarType product_dtype(const Call& call) {
   enum Read { x, weight, bias };
   return call.format(x) == Format::codes ? call.type(x).dtype : call.in(x).scalar_type();
 }
 
-/// The bias of the step, null where it has none.
+/// Returns the bias of the step, or null.
 const at::Tensor* bias_of(const Call& call) {
   enum Read { x, weight, bias };
   return call.has(bias) ? &call.in(bias) : nullptr;
 }
 
-/// Adds the product to a tensor of the caller, in the product where that can write there.
+/// Adds the product to a tensor of the caller; the product itself adds where it can write there.
 void add_in_place(Call& call, const at::Tensor& target, double factor) {
   enum Read { x, weight, bias };
   ops::check_linear(call, x, weight);
@@ -65,7 +65,7 @@ void linear_sum(Call& call) {
     const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
     if (added->sym_sizes() != c10::SymIntArrayRef(sizes)) {
       const c10::SymDimVector wide = ops::sizes_of_sum(call, extra, sizes);
-      if (wide != sizes) {  // what is before the sum is smaller than the sum
+      if (wide != sizes) {  // the sum is larger than the product
         const at::Tensor product =
             ops::linear_product(call, x, weight, product_dtype(call), {factor, bias_of(call)});
         return call.out(0, ops::sum_of_sizes(call, product, extra, wide));
@@ -96,14 +96,14 @@ void linear_activation(Call& call) {
     }
   }
   ops::check_one_device(call, {x, weight, bias});
-  // The unit adds a bias in the pass that it makes anyway, but in 16 bits it finds the product
-  // rounded.
+  // The unit adds the bias in its own pass, except in 16 bits, where the unit would read a rounded
+  // product.
   const at::ScalarType dtype = product_dtype(call);
   const bool adds = call.has(bias) && !kernel_ops::is_narrow(dtype);
   const at::Tensor product =
       ops::linear_product(call, x, weight, dtype, {1, adds ? nullptr : bias_of(call)});
-  // A z that is the product is no result of the kernel. Else the sum with the bias, or what the
-  // activation makes of it, takes the product's memory.
+  // Without a bias to add, z is the product and no result of the kernel. Else z, or y where z is
+  // not demanded, takes the product's memory.
   const bool is_z = !adds && call.wants(z);
   const Unit::Args args{.x = product,
                         .bias = adds ? call.maybe(bias) : std::nullopt,
@@ -118,8 +118,8 @@ void linear_activation(Call& call) {
   call.hand_out<Unit>(args, std::move(results));
 }
 
-/// Codes of an argument have the dtype of its numbers. Where these are cast, in which dtype the
-/// product computes is known to its own step alone.
+/// Codes of an argument carry the dtype of its numbers. Where the plan casts these numbers, only
+/// the product's own step knows the dtype in which it computes.
 Refusal refuse_cast_codes(const Match& match) {
   const Type& own = match.type({0, "x"});
   const at::ScalarType product = match.type({0, "y"}).dtype;
@@ -181,9 +181,9 @@ void linear_backward_scale(Call& call) {
              ops::linear_grad_weight(call, grad_y, x, call.out_type(grad_weight).dtype, scaled));
 }
 
-/// The fused products round once where unfused ones round the scaled gradient first, so what fuses
-/// must not depend on what a memory budget leaves kept: an x that is written again, or computed of
-/// what is, may be there too late for this step, one that is kept is not.
+/// A fused product rounds once, and an unfused one rounds the scaled gradient first. Results must
+/// not depend on a memory budget, so the fusion must not depend on what is kept: an x that backward
+/// re-emits, or computes from a re-emitted value, may exist too late for this step.
 Refusal refuse_backward_scale(const Match& match) {
   if (match.has(2) && match.type({2, "x"}).may_come_late)
     return "x may be there again only behind the product that the scale is fused with";

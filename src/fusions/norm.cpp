@@ -11,7 +11,7 @@ namespace {
 
 using Forward = kernel_ops::NormForward;
 
-/// kBias: a LayerNorm, which has one, and a mean.
+/// kBias: a LayerNorm, which has a bias and a mean.
 template <bool kBias>
 void norm_quantize(Call& call) {
   enum Read { x, weight, bias };
@@ -29,8 +29,8 @@ void norm_quantize(Call& call) {
   call.write<Forward>(args, {Forward::y, Forward::inv_norm});
 }
 
-/// The terms of a sum before a norm, of the same sizes, and where it is written: where anything
-/// reads it, or where it belongs into the caller's tensor.
+/// The terms of a sum before a norm, in the sizes of the sum, and the memory of the sum. The sum is
+/// written where it is demanded, or where it belongs into the caller's tensor.
 struct Sum {
   at::Tensor x, extra, memory;
   bool is_wanted;
@@ -113,7 +113,7 @@ Refusal refuse_add_norm(const Match& match) {
   return match.steps.size() > 2 ? refuse_without_codes(match) : std::nullopt;
 }
 
-/// kAdd: a norm with the sum before it; with the quantizer behind it where it is `quantized`.
+/// kAdd: a norm after a sum. `quantized`: with the quantizer after the norm.
 template <bool kBias, bool kAdd>
 Fusion forward(std::string name, bool quantized, std::string_view picture) {
   constexpr uint32_t kNorm = kAdd ? 1 : 0, kLast = kNorm + 1;

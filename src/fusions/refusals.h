@@ -1,4 +1,4 @@
-// Reasons that several fusions have.
+// Reasons and helpers that several fusions share.
 #pragma once
 
 #include <string>
@@ -10,25 +10,27 @@
 
 namespace tandem::fusions {
 
-/// Options of an optional member; null where it is absent.
+/// Returns the options of an optional member; null where the member is absent.
 template <typename T>
 const T* member_options(const Call& call, size_t member) {
   return static_cast<const T*>(call.step().options[member].get());
 }
 
-/// The codes that an optional quantize step is fused for: its writes are three, `write` on.
+/// Returns the request for the codes of an optional quantize step, whose three writes begin at
+/// `write`.
 inline kernel_ops::AskedCodes codes_of_member(const Call& call, size_t member, size_t given,
                                               size_t write) {
   return call.codes(member_options<Quantizer>(call, member), given, write);
 }
 
-/// Whether the sum that is member `sum` takes what the chain brings as its extra input.
+/// Whether the member `sum` reads the result of the member before it as its extra input.
 inline bool is_own_extra(const Match& match, uint32_t sum) {
   const Value chained = match.written({sum - 1, kMainResult});
   return match[{sum, "x"}] != chained || match[{sum, "extra"}] == chained;
 }
 
-/// A sum in the caller's tensor has its dtype: a kernel that adds rounds elsewhere.
+/// Refuses a sum in the caller's tensor of another dtype: the sum must be rounded to that dtype,
+/// and a kernel that adds would round it to another one.
 inline Refusal refuse_in_place(const Match& match, uint32_t sum) {
   const Step& step = *match.steps[sum];
   if (step.mutates.empty() || match.type({sum, "x"}).dtype == match.type({sum, "extra"}).dtype)
@@ -37,32 +39,34 @@ inline Refusal refuse_in_place(const Match& match, uint32_t sum) {
          c10::toString(match.type({sum, "extra"}).dtype);
 }
 
-/// What a step of a sum of these sizes adds: a sum in the caller's tensor takes no smaller one.
+/// Returns the extra input for a sum of these sizes. A sum in the caller's tensor is not broadcast.
 inline at::Tensor added_by(const Call& call, size_t extra, c10::SymIntArrayRef sizes) {
   return call.step().mutates.empty() ? ops::extra_of(call, extra, sizes) : call.in(extra);
 }
 
-/// Where a sum that may go into the caller's tensor is written: the result of a kernel that takes
-/// memory for it, if it fits.
+/// Returns the caller's tensor as memory for a kernel's result where a sum with `in_place` can be
+/// written there, else an undefined tensor.
 inline at::Tensor memory_for_sum(const Call& call, const at::Tensor& extra) {
   return !call.step().mutates.empty() && extra.is_contiguous() ? extra : at::Tensor();
 }
 
-/// A sum, written into the caller's tensor where that was asked.
+/// Returns the sum, which is copied into the caller's tensor for `in_place` if it does not lie
+/// there.
 inline at::Tensor written_sum(const Call& call, at::Tensor sum, const at::Tensor& extra) {
   if (call.step().mutates.empty()) return sum;
   if (!sum.is_same(extra)) extra.copy_(sum);
-  extra.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+  extra.unsafeGetTensorImpl()->bump_version();  // nothing else does so below autograd
   return extra;
 }
 
-/// Hands it out.
+/// Passes the sum to a write of the step, after written_sum.
 inline void write_sum(Call& call, size_t write, at::Tensor sum, const at::Tensor& extra) {
   sum = written_sum(call, std::move(sum), extra);
   if (call.wants(write)) call.out(write, std::move(sum));
 }
 
-/// A kernel that takes the main operand is not given up for an extra input that it does not take.
+/// Refuses an extra input of a dtype that no kernel takes, where a kernel takes the main operand: a
+/// fusion would lose this kernel.
 inline Refusal refuse_foreign_extra(const Match& match, uint32_t sum, const MemberOperand& main) {
   const at::ScalarType extra = match.type({sum, "extra"}).dtype;
   if (kernel_ops::kArithmetic.has(extra) || !kernel_ops::kArithmetic.has(match.type(main).dtype))
@@ -70,26 +74,26 @@ inline Refusal refuse_foreign_extra(const Match& match, uint32_t sum, const Memb
   return std::string("the extra input is ") + c10::toString(extra) + ", which no kernel takes";
 }
 
-/// A quantize step that wants no codes: there is nothing to fuse with.
+/// Refuses a quantize step without demanded codes, which leaves nothing to fuse.
 inline Refusal refuse_without_codes(const Match& match, uint32_t member) {
   if (!match.has(member) || exists(match.written({member, "row_codes"})) ||
       exists(match.written({member, "column_codes"})))
     return std::nullopt;
   return "no codes are asked for, only the amax of what is read as it is";
 }
-/// The same of the last member.
+/// Calls refuse_without_codes for the last member.
 inline Refusal refuse_without_codes(const Match& match) {
   return refuse_without_codes(match, static_cast<uint32_t>(match.steps.size() - 1));
 }
 
-/// Adds what a quantize step reads and writes, but the tensor that it quantizes.
+/// Add the reads, or the writes, of a quantize step, but for the quantized tensor.
 inline void read_given(FusedRun& run, uint32_t member) { run.reads.push_back({member, "given"}); }
 inline void write_codes(FusedRun& run, uint32_t member) {
   for (const char* codes : {"row_codes", "column_codes", "amax"})
     run.writes.push_back({member, codes});
 }
 
-/// "the bias is Float and the product BFloat16"
+/// Refuses operands of different dtypes: "the bias is Float and the product BFloat16".
 inline Refusal refuse_mixed(const Match& match, const MemberOperand& first,
                             std::string_view first_name, const MemberOperand& second,
                             std::string_view second_name) {

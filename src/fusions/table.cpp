@@ -1,5 +1,6 @@
-// The only list of built-in fusions. What has the most members comes first, in this order among the
-// same number; the first that matches and does not refuse wins; `explain` prints every refusal.
+// The only list of built-in fusions. A match with more members takes precedence; among equals, this
+// order decides. The first fusion that matches and does not refuse is made, and `explain` prints
+// every refusal.
 #include "fusions/table.h"
 
 #include <algorithm>
@@ -17,9 +18,9 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
   using namespace fusions;
   static const std::vector<Fusion> joint{kGroupedMlpActivation, kGroupedMlpGlu,
                                          kGroupedMlpScaledActivation, kGroupedMlpScaledGlu};
-  // A sum between a product and a norm belongs to either. Of two members sum + norm wins over
-  // linear + sum; of three linear + bias + sum wins over sum + norm + quantize. So sum and norm
-  // have two fusions, before kLinearSum and behind it.
+  // A sum between a product and a norm can join either. With two members, sum + norm takes
+  // precedence over linear + sum; with three, linear + bias + sum takes precedence over sum + norm
+  // + quantize. So sum and norm have two fusions, one before kLinearSum and one after it.
   static const std::vector<Fusion> forward{kGroupedMlpActivationForward,
                                            kGroupedMlpGluForward,
                                            kGroupedMlpScaledActivationForward,

@@ -8,9 +8,10 @@
 
 namespace tandem {
 
-/// Those of one pass. Among candidates with as many members the first takes precedence.
+/// Returns the fusions of one pass. Among candidates with equally many members, the first takes
+/// precedence.
 TANDEM_API std::span<const Fusion> built_in_fusions(Pass pass);
-/// Whether a fusion is one of the table, and none that a user has registered.
+/// Whether a fusion is built in, and not registered by a user.
 bool is_built_in(const Fusion& fusion);
 
 }  // namespace tandem
