@@ -1,5 +1,4 @@
-// Activations and gated linear units, with the bias of the product before them or a factor per row,
-// forward and backward.
+// Activations and gated units, forward and backward, after a bias or before a factor for each row.
 #pragma once
 
 #include <array>
@@ -13,8 +12,8 @@
 
 namespace tandem::kernels {
 
-/// The rows of tandem/activations.h, then the units with numbers, which are gated alone. The
-/// derivative of relu at 0 is 0.
+/// The rows of tandem/activations.h, then the gated units with numeric options. The derivative of
+/// relu at 0 is 0.
 #define TANDEM_NAME(name, ...) name,
 enum class Activation : uint8_t {
   TANDEM_ACTIVATIONS(TANDEM_NAME) TANDEM_NUMBERED_UNITS(TANDEM_NAME)
@@ -24,15 +23,15 @@ enum class Activation : uint8_t {
 inline constexpr std::string_view kActivationNames[] = {TANDEM_ACTIVATIONS(TANDEM_NAME)};
 #undef TANDEM_NAME
 
-/// Their places in the table, for what is made for each of them.
+/// The indices of the activations, for code that is generated for each of them.
 using ActivationIndices = std::make_index_sequence<std::size(kActivationNames)>;
 
-/// Of a unit in the order of its row. Kernels take them as float32, none larger than 2^100, and
-/// betas none smaller than 2^-100.
+/// The numeric options of a unit, in the order of its row. Kernels take them as float32: at most
+/// 2^100, and betas at least 2^-100.
 using UnitNumbers = std::array<double, 3>;
 struct NumberedUnit {
   std::string_view name;
-  /// Empty behind the last.
+  /// Names of the options; empty after the last one.
   std::array<std::string_view, 3> numbers;
 };
 #define TANDEM_UNIT(name, formula, ...) {#name, {__VA_ARGS__}},
@@ -40,18 +39,19 @@ inline constexpr NumberedUnit kNumberedUnits[] = {TANDEM_NUMBERED_UNITS(TANDEM_U
 #undef TANDEM_UNIT
 using NumberedUnitIndices = std::make_index_sequence<std::size(kNumberedUnits)>;
 
-/// The nth of kNumberedUnits.
+/// The nth unit of kNumberedUnits.
 constexpr Activation numbered_unit(size_t n) {
   return static_cast<Activation>(std::size(kActivationNames) + n);
 }
 
-/// What kernels apply.
+/// A function with its options, which kernels apply.
 struct Function {
   Function(Activation applied) : activation(applied) {}  // NOLINT(google-explicit-constructor)
 
   Activation activation;
   UnitNumbers numbers = {};
-  /// Of a gated unit: a and b take turns in blocks of so many columns; 0: they are halves.
+  /// For a gated unit: a and b alternate in blocks of this many columns; 0: they are the halves of
+  /// z.
   size_t interleave = 0;
 };
 
@@ -60,32 +60,35 @@ namespace cpu {
 /// z = x + bias (x where bias is absent), rounded to z_element; y = act(z).
 ///
 /// Shapes:   x, z, y [rows, cols]; bias [cols].
-/// Optional: bias; z (null data: not written, but rounded the same).
+/// Optional: bias; z (null data: not written, but rounded all the same).
 /// Error:    from float64, before the rounding to y's element, for every finite z: 4 float32 ULP of
-///           |y|, plus 2^-121, where z is float32; 2^-16 |y| + 2^-121 where z has 16 bits (tests
-///           ActivationAccuracy.*MatchFloat64, EveryBfloat16, *Sweep).
-/// Limits:   what torch's formulas give: at -infinity gelu, qgelu, silu, erf_gelu, mish and
-///           hard_swish are NaN. NaN gives NaN, in relu too.
+///          |y|, plus 2^-121, where z is float32; 2^-16 |y| + 2^-121 where z has 16 bits (tests
+///          ActivationAccuracy.*MatchFloat64, EveryBfloat16, *Sweep).
+/// Limits:   the values of torch's formulas: at -infinity gelu, qgelu, silu, erf_gelu, mish and
+///          hard_swish are NaN. NaN gives NaN, also in relu.
 void activation_forward(const Function& function, ConstRows x, ConstVector bias, Element z_element,
                         Rows z, Rows y);
 
-/// grad_z = grad_y * act'(z); grad_bias = sum over rows of grad_z as rounded, in float32, rounded
-/// once; y as forward wrote it, to the bit.
+/// grad_z = grad_y * act'(z); grad_bias = sum over rows of the rounded grad_z, in float32, rounded
+/// once; y has the bits of forward's y.
 ///
 /// Optional: grad_bias, y.
 /// Error:    of grad_z before the rounding to its element: |grad_y| max(1, |act'|) times 2^-21
-///           where z is float32, 2^-15 where it has 16 bits (same tests). As torch does,
-///           relu passes grad_y on at NaN, and leaky_relu a hundredth of it; gelu, qgelu, silu,
-///           erf_gelu and mish give NaN at both infinities.
+///          where z is float32, 2^-15 where it has 16 bits (tests
+///          ActivationAccuracy.*MatchFloat64, EveryBfloat16, *Sweep).
+/// Limits:   the values of torch's formulas: at NaN relu gives grad_y, and leaky_relu a hundredth
+///          of it; at both infinities gelu, qgelu, silu, erf_gelu and mish give NaN.
 void activation_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                          Vector grad_bias, Rows y);
 
-/// y = act(a) * b, or the unit's formula, with [a, b] the halves of the last dimension of z = x +
-/// bias, or blocks by turns. Error: as act, and one rounding of the product; of a unit with numbers
-/// 8 float32 ULP or 2^-15 of |y|, plus 2^-121 of the other factor (test UnitAccuracy).
+/// y = act(a) * b, or the formula of the unit, where a and b are the halves of the last dimension
+/// of z = x + bias, or alternate in blocks.
 ///
 /// Shapes:   x, z [rows, 2 * cols]; bias [2 * cols]; y [rows, cols].
 /// Optional: bias; z.
+/// Error:    as activation_forward, and one rounding of the product; for a unit with numeric
+///          options 8 float32 ULP or 2^-15 of |y|, plus 2^-121 of the other factor (test
+///          UnitAccuracy).
 void glu_forward(const Function& function, ConstRows x, ConstVector bias, Element z_element, Rows z,
                  Rows y);
 
@@ -93,20 +96,22 @@ void glu_forward(const Function& function, ConstRows x, ConstVector bias, Elemen
 void glu_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                   Vector grad_bias, Rows y);
 
-/// Either of these backwards for some rows of a matrix, added to the sums of their blocks:
-/// with add_partial_sums of all of them the same bits. Optional: sums, y.
+/// activation_backward or glu_backward for some rows of a matrix, which adds the sums of the rows
+/// to the sums of their blocks. After all rows, add_partial_sums gives the bits of one call.
+/// Optional: sums, y.
 void some_rows_backward(const Function& function, bool is_gated, ConstRows grad_y, ConstRows z,
                         Rows grad_z, const PartialSums& part, Rows y);
 
-/// y = act(x) * row_factors, of a gated unit glu(x) * row_factors: one rounding more than these
-/// have, none between.
+/// y = act(x) * row_factors, or glu(x) * row_factors for a gated unit, rounded once. The error has
+/// one rounding more than activation_forward or glu_forward.
 ///
-/// Shapes: x [rows, cols] or [rows, 2 * cols], row_factors [rows], y [rows, cols].
+/// Shapes:  x [rows, cols] or [rows, 2 * cols], row_factors [rows], y [rows, cols].
 void scaled_forward(const Function& function, bool is_gated, ConstRows x, ConstVector row_factors,
                     Rows y);
 
-/// grad_x as of the functions above for grad_y * row_factors; grad_row_factors = sum over columns
-/// of grad_y times the result without its factor, in float32, rounded once; y as forward wrote it.
+/// grad_x as in activation_backward or glu_backward of grad_y * row_factors; grad_row_factors = sum
+/// over columns of grad_y times the unscaled result, in float32, rounded once; y has the bits of
+/// forward's y.
 ///
 /// Optional: grad_row_factors, y.
 void scaled_backward(const Function& function, bool is_gated, ConstRows grad_y, ConstRows x,

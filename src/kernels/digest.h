@@ -1,4 +1,4 @@
-// Whether memory holds what it held before.
+// A digest of memory, which shows whether its contents changed.
 #pragma once
 
 #include <cstddef>
@@ -6,11 +6,11 @@
 
 namespace tandem::kernels::cpu {
 
-/// 64 bits that depend on every byte and its place: another content has the same with a chance of
-/// 2^-64, unless it was made for that. Two contents that differ in one aligned word of 8 bytes
-/// never do. Equal on every target and thread count.
+/// Returns 64 bits that depend on every byte and its position. Different contents have one digest
+/// with probability 2^-64, unless they are constructed to; contents that differ in one aligned word
+/// of 8 bytes never do. Every target and thread count gives the same bits.
 ///
-/// Bytes: reads `size`, once.
+/// Bytes:   reads `size`, once.
 uint64_t digest(const void* data, size_t size);
 
 }  // namespace tandem::kernels::cpu

@@ -1,5 +1,5 @@
-// Number formats of quantized tensors: the FP8 formats of OCP OFP8 v1.0, and E2M1 and E8M0, the
-// element of four bits and the scale format of OCP MX v1.0.
+// Number formats of quantized tensors: the FP8 formats of OCP OFP8 v1.0; E2M1, the element of four
+// bits, and E8M0, the scale format, of OCP MX v1.0.
 #pragma once
 
 #include <bit>
@@ -9,37 +9,37 @@
 
 namespace tandem::kernels {
 
-/// An element format of 8 bits, or of 4: its place in kFp8Formats.
+/// An element format of 8 bits, or of 4: its index in kFp8Formats.
 enum class Fp8Format : uint8_t { e4m3, e5m2, e2m1 };
 
-/// What defines a format of one sign, some exponent and the other mantissa bits; all else follows
-/// from these.
+/// The numbers that define a format with one sign bit, some exponent bits and some mantissa bits.
+/// All other properties follow from them.
 struct Fp8Traits {
   const char* name;
-  /// Of a code.
+  /// Bits of a code.
   int bits;
   int mantissa_bits;
   int bias;
   /// The largest finite value.
   float max;
-  /// The midpoint above max: what is smaller rounds to max at most.
+  /// The midpoint above max: smaller magnitudes round to at most max.
   float overflow_from;
-  /// Code of max.
+  /// The code of max.
   uint32_t largest;
-  /// Code of what is larger: the first NaN, or infinity.
+  /// The code after `largest`: the first NaN, or infinity.
   uint32_t above;
-  /// The least code of a NaN; `above` is infinity where it is less. A format without either has
-  /// none of these codes: they are where its sign is.
+  /// The least code of a NaN; a smaller `above` is infinity. A format with neither has no such
+  /// codes; these members then lie in its sign bit.
   uint32_t first_nan;
 
-  /// Set in the codes of negative numbers.
+  /// The bit that is set in the codes of negative numbers.
   constexpr uint32_t sign() const { return 1u << (bits - 1); }
-  /// What NaN of either sign is cast to: all bits below the sign.
+  /// The code to which NaN of either sign is cast: all bits below the sign.
   constexpr uint32_t nan_code() const { return sign() - 1; }
 
-  /// Of normal numbers.
+  /// The exponent of the smallest normal number.
   constexpr int min_exponent() const { return 1 - bias; }
-  /// Of a float32 mantissa.
+  /// The bits that a float32 mantissa has in addition.
   constexpr int dropped_bits() const { return 23 - mantissa_bits; }
   /// 2^min_exponent, the smallest normal number, and the smallest number of all, as float32 bits.
   constexpr uint32_t min_normal_bits() const { return static_cast<uint32_t>(128 - bias) << 23; }
@@ -60,22 +60,20 @@ constexpr const Fp8Traits& traits_of(Fp8Format format) {
 }
 constexpr float fp8_max(Fp8Format format) { return traits_of(format).max; }
 
-/// One rounding to nearest even in the format's own precision, saturating; NaN of either sign gives
-/// all bits below the sign: 0x7F, and 0x7, which is 6, in E2M1. The scalar reference.
+/// Rounds once to nearest even in the precision of the format, and saturates. NaN of either sign
+/// gives all bits below the sign: 0x7F, or in E2M1 0x7, which is 6. The scalar reference.
 uint8_t fp8_from_float(float value, Fp8Format format);
 
-/// The value of a code; all NaN codes give a quiet NaN.
+/// Returns the value of a code; all NaN codes give a quiet NaN.
 float float_from_fp8(uint8_t code, Fp8Format format);
 
 /// 2^127.
 inline constexpr uint8_t kE8m0Largest = 0xFE;
 inline constexpr uint8_t kE8m0Nan = 0xFF;
 
-/// The E8M0 code of the smallest power of two >= value, within [2^-127, 2^127]: 0 for 0, 0xFE for
-/// infinity, 0xFF for NaN. Rounds up, unlike the casts of other libraries; in integers, because a
-/// logarithm is wrong next to powers of two.
-///
-/// Shapes: value >= 0.
+/// Returns the E8M0 code of the smallest power of two >= value, within [2^-127, 2^127]: 0 for 0,
+/// 0xFE for infinity, 0xFF for NaN. It rounds up, unlike the casts of other libraries, and in
+/// integers, because a logarithm is wrong next to powers of two. Requires value >= 0.
 constexpr uint8_t e8m0_from_float(float value) {
   const uint32_t magnitude = std::bit_cast<uint32_t>(value) & 0x7FFFFFFF;
   if (magnitude > 0x7F800000) return kE8m0Nan;
@@ -90,7 +88,7 @@ constexpr float float_from_e8m0(uint8_t code) {
   return std::bit_cast<float>(code == 0 ? 0x00400000u : static_cast<uint32_t>(code) << 23);
 }
 
-/// 2^(127 - code), exactly: what data is multiplied by; NaN for 0xFF.
+/// 2^(127 - code), exactly: the factor of the data; NaN for 0xFF.
 constexpr float reciprocal_of_e8m0(uint8_t code) {
   return code == kE8m0Nan ? float_from_e8m0(kE8m0Nan)
                           : float_from_e8m0(static_cast<uint8_t>(kE8m0Largest - code));

@@ -8,14 +8,14 @@ namespace tandem::kernels {
 
 inline constexpr size_t kFp8Block = 128;
 
-/// The numbers that share a scale: 1x128, 128x1 or 128x128. Blocks at the edge hold the elements
+/// The blocks that share a scale: 1x128, 128x1 or 128x128. Blocks at the edge hold the elements
 /// that exist.
 enum class Fp8BlockShape : uint8_t { row, column, square };
 
-/// The scales of one shape of blocks in memory, zero where there is no block.
-/// Of a [rows, cols] matrix, with the blocks of a row below each other: row [blocks, up(rows, 4)],
-/// column [blocks, up(cols, 4)], square [blocks, up(blocks, 4)], where up(n, m) is n rounded up to
-/// a multiple of m.
+/// Returns the shape of the scales of a [rows, cols] matrix in memory: row [blocks, up(rows, 4)],
+/// which has the blocks of a row below each other, column [blocks, up(cols, 4)], square [blocks,
+/// up(blocks, 4)], where up(n, m) is n rounded up to a multiple of m. Scales without a block are
+/// zero.
 constexpr MatrixShape fp8_block_scales(Fp8BlockShape shape, size_t rows, size_t cols) {
   const auto up = [](size_t n) { return (n + 3) / 4 * 4; };
   const auto blocks = [](size_t n) { return (n + kFp8Block - 1) / kFp8Block; };
@@ -25,23 +25,23 @@ constexpr MatrixShape fp8_block_scales(Fp8BlockShape shape, size_t rows, size_t 
 
 struct Fp8BlockScaling {
   Fp8Format format = Fp8Format::e4m3;
-  /// Lower bound of amax.
+  /// The lower bound of amax.
   float eps = 0.0f;
-  /// Round scales down to powers of two.
+  /// Scales are rounded down to powers of two.
   bool power_of_two = true;
 };
 
-/// One shape of blocks to be written: source ~= decode(codes) * dequant_scale. What is null is not
-/// written.
+/// The output for one shape of blocks: source ~= decode(codes) * dequant_scale. A null pointer is
+/// not written.
 struct Fp8BlockOutput {
   /// [rows, cols], contiguous; never transposed.
   uint8_t* codes = nullptr;
-  /// fp8_block_scales.
+  /// In the shape fp8_block_scales.
   float* dequant_scale = nullptr;
   explicit operator bool() const { return codes != nullptr || dequant_scale != nullptr; }
 };
 
-/// What replaces an infinite scale: the largest finite number of the source's element.
+/// The replacement of an infinite scale: the largest finite number of the source's element.
 constexpr float largest_of(Element element) {
   return element == Element::float32    ? 0x1.fffffep+127f
          : element == Element::bfloat16 ? 0x1.fep+127f
@@ -55,31 +55,31 @@ void fp8_block_quantize_reference(ConstRows x, const Fp8BlockScaling& scaling, F
 namespace cpu {
 
 /// Per block: scale = scale_from_amax(amax), with largest_of(x.element) for an infinite one;
-/// dequant_scale = 1 / scale, codes = fp8_from_float(x * scale), with the amax over what is not
-/// NaN, and 0 of nothing.
+/// dequant_scale = 1 / scale, codes = fp8_from_float(x * scale). The amax skips NaN, and is 0 for a
+/// block of NaN.
 ///
 ///   x [128, 256] --+--> amax of each row of a block --> row.dequant_scale    --> row.codes
 ///                  +--> amax of each column         --> column.dequant_scale --> column.codes
 ///                  +--> amax of each block          --> square.dequant_scale --> square.codes
 ///                  +--> amax of x
 ///
-/// Each shape of blocks is made from x, not from the codes of another; square ones are asked for
-/// alone.
+/// Codes for each shape of blocks are computed from x, not from other codes. A call with square
+/// blocks requests no other ones.
 ///
-/// Shapes: x [rows, cols], either possibly 0; outputs as in Fp8BlockOutput; amax one element or
-///         null.
-/// Bytes:  reads x once from memory, and again from the second-level cache; writes one byte per
-///         element and shape, and 1/32 of that in scales.
-/// Error:  none: bitwise equal to the reference on every target and thread count (tests Fp8Block,
-///         GoldenBlocks).
+/// Shapes:  x [rows, cols], either of which may be 0; outputs as in Fp8BlockOutput; amax one
+///          element or null.
+/// Bytes:   reads x once from memory, and once more from the second-level cache; writes one byte
+///          per element and shape, and 1/32 of that in scales.
+/// Error:   none: bitwise equal to the reference on every target and thread count (tests Fp8Block,
+///          GoldenBlocks).
 void fp8_block_quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
                         Fp8BlockOutput column, Fp8BlockOutput square, float* amax);
 
 /// y = decode(codes) * dequant_scale in float32, rounded once to y's element.
 ///
-/// Shapes: codes [y.rows, y.cols], contiguous; dequant_scale [fp8_block_scales(shape, y.rows,
-///         y.cols)].
-/// Bytes:  reads one byte per element and writes one element.
+/// Shapes:  codes [y.rows, y.cols], contiguous; dequant_scale [fp8_block_scales(shape, y.rows,
+///          y.cols)].
+/// Bytes:   reads one byte per element and writes one element.
 void fp8_block_dequantize(const uint8_t* codes, const float* dequant_scale, Fp8Format format,
                           Fp8BlockShape shape, Rows y);
 

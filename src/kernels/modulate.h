@@ -1,29 +1,29 @@
-// Rows multiplied and shifted by vectors that are the same for a number of rows.
+// Rows multiplied and shifted by vectors that several rows share.
 #pragma once
 
 #include "kernels/views.h"
 
 namespace tandem::kernels::cpu {
 
-/// y = x * (offset + scale) + shift. Rows of x stand in as many groups of equal size as `scale` has
-/// rows: all rows of a group have one row of scale and of shift.
+/// y = x * (offset + scale) + shift. The rows of x form as many groups of equal size as `scale` has
+/// rows; the rows of a group share one row of scale and of shift.
 ///
 /// Shapes:   x, y [groups * n, cols]; scale, shift [groups, cols].
 /// Memory:   y may be x.
 /// Dtypes:   any Element each; arithmetic in float32, rounded once.
-/// Error:    2^-22 (|x (offset + scale)| + |shift|) before that rounding
-///           (test Modulate.IsTheFormula).
+/// Error:    2^-22 (|x (offset + scale)| + |shift|) before that rounding (test
+///          Modulate.IsTheFormula).
 /// Bytes:    reads x once, writes y once.
 /// Optional: shift.
 void modulate(ConstRows x, ConstRows scale, float offset, ConstRows shift, Rows y);
 
-/// grad_scale[g, c] = sum over the rows r of group g of grad_y[r, c] x[r, c], and
-/// grad_shift[g, c] = that of grad_y[r, c]. Sums do not depend on the number of threads.
+/// grad_scale[g, c] = sum over the rows r of group g of grad_y[r, c] x[r, c], and grad_shift[g, c]
+/// = sum over these rows of grad_y[r, c]. The sums do not depend on the number of threads.
 ///
 /// Shapes:   grad_y, x [groups * n, cols]; grad_scale, grad_shift [groups, cols].
 /// Dtypes:   any Element each; arithmetic in float32, rounded once.
-/// Error:    2^-24 (n / 64 + 66) times the sum of magnitudes before that rounding
-///           (test Modulate.SumsAreTheFormula).
+/// Error:    2^-24 (n / 64 + 66) times the sum of magnitudes before that rounding (test
+///          Modulate.SumsAreTheFormula).
 /// Bytes:    reads grad_y and x once.
 /// Optional: grad_scale, and x with it; grad_shift.
 void modulate_sums(ConstRows grad_y, ConstRows x, Rows grad_scale, Rows grad_shift);

@@ -8,13 +8,13 @@ namespace tandem::kernels {
 
 inline constexpr size_t kMxBlock = 32;
 
-/// Blocks are 32 adjacent elements of a row (1x32), or of a column (32x1). Those at the edge hold
+/// Blocks are 32 adjacent elements of a row (1x32), or of a column (32x1). Blocks at the edge hold
 /// the elements that exist.
 enum class MxDirection : uint8_t { row, column };
 
-/// The scales of one direction in memory, in linear order, zero where there is no block.
-/// Of a [rows, cols] matrix: row [up(rows, 128), up(blocks, 4)], column [up(blocks, 4), up(cols,
-/// 128)], where up(n, m) is n rounded up to a multiple of m.
+/// Returns the shape of the scales of a [rows, cols] matrix in memory, in linear order: row
+/// [up(rows, 128), up(blocks, 4)], column [up(blocks, 4), up(cols, 128)], where up(n, m) is n
+/// rounded up to a multiple of m. Scales without a block are zero.
 constexpr MatrixShape mx_scale_shape(MxDirection direction, size_t rows, size_t cols) {
   const auto up = [](size_t n, size_t to) { return (n + to - 1) / to * to; };
   if (direction == MxDirection::row)
@@ -22,19 +22,19 @@ constexpr MatrixShape mx_scale_shape(MxDirection direction, size_t rows, size_t 
   return {up((rows + kMxBlock - 1) / kMxBlock, 4), up(cols, 128)};
 }
 
-/// One direction to be written: source ~= decode(codes) * 2^(dequant_scale - 127). What is null is
-/// not written.
+/// The output for one direction: source ~= decode(codes) * 2^(dequant_scale - 127). A null pointer
+/// is not written.
 struct Mxfp8Output {
   /// [rows, cols], contiguous; never transposed.
   uint8_t* codes = nullptr;
-  /// E8M0, mx_scale_shape.
+  /// E8M0, in the shape mx_scale_shape.
   uint8_t* dequant_scale = nullptr;
   explicit operator bool() const { return codes != nullptr || dequant_scale != nullptr; }
 };
 
 struct Mxfp8Scaling {
   Fp8Format format = Fp8Format::e4m3;
-  /// 32x32: both directions have the same codes, and each block's scale repeated.
+  /// Blocks are 32x32: both directions have equal codes, and repeat the scale of each block.
   bool square_blocks = false;
 };
 
@@ -45,30 +45,31 @@ void mxfp8_quantize_reference(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Out
 namespace cpu {
 
 /// Per block: dequant_scale = e8m0_from_float(amax * (1 / format max)), codes = fp8_from_float(x *
-/// 2^(127 - dequant_scale)), with the amax over what is not NaN, and 0 of nothing.
+/// 2^(127 - dequant_scale)). The amax skips NaN, and is 0 for a block of NaN.
 ///
 ///   x [32, 1024] --+--> amax of each row of a block --> row.dequant_scale    --> row.codes
 ///                  +--> amax of each column         --> column.dequant_scale --> column.codes
 ///                  +--> amax of x
 ///
-/// A NaN becomes 0x7F under the scale of its neighbours, an infinity the largest code under the
-/// scale 0xFE, whose finite neighbours mostly become 0. Each direction is made from x, not from the
-/// codes of the other.
+/// A NaN becomes 0x7F under the scale of its neighbours. An infinity becomes the largest code under
+/// the scale 0xFE, whose finite neighbours mostly become 0. Each direction is computed from x, not
+/// from the codes of the other one.
 ///
-/// Shapes: x [rows, cols], either possibly 0; outputs as in Mxfp8Output; amax one element or null.
-/// Bytes:  reads x once from memory, and again from the second-level cache; writes one byte per
-///         element and direction, and 1/32 of that in scales.
-/// Error:  none: bitwise equal to the reference on every target and thread count (tests Mxfp8,
-///         GoldenMxfp8).
+/// Shapes:  x [rows, cols], either of which may be 0; outputs as in Mxfp8Output; amax one element
+///          or null.
+/// Bytes:   reads x once from memory, and once more from the second-level cache; writes one byte
+///          per element and direction, and 1/32 of that in scales.
+/// Error:   none: bitwise equal to the reference on every target and thread count (tests Mxfp8,
+///          GoldenMxfp8).
 void mxfp8_quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
                     float* amax);
 
 /// y = decode(codes) * 2^(dequant_scale - 127) in float32, rounded once to y's element; a scale of
 /// 0xFF gives NaN.
 ///
-/// Shapes: codes [y.rows, y.cols], contiguous; dequant_scale [mx_scale_shape(direction, y.rows,
-///         y.cols)].
-/// Bytes:  reads one byte per element and writes one element.
+/// Shapes:  codes [y.rows, y.cols], contiguous; dequant_scale [mx_scale_shape(direction, y.rows,
+///          y.cols)].
+/// Bytes:   reads one byte per element and writes one element.
 void mxfp8_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,
                       MxDirection direction, Rows y);
 

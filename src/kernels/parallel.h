@@ -1,5 +1,5 @@
-// How kernels use threads: through one function that the host of the kernels installs (libtorch's
-// pool, in Tandem).
+// Threads of kernels: one function, which the host of the kernels installs. Tandem installs
+// libtorch's pool.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 namespace tandem::kernels {
 
 /// Calls `body(context, begin, end)` for disjoint ranges that cover [begin, end), possibly on
-/// several threads, and returns when all are done. No range is shorter than `grain` but the last.
-/// Kernels split sums at fixed places, never by range, so that no result depends on the number of
-/// threads.
+/// several threads, and returns when all calls are done. Only the last range may be shorter than
+/// `grain`. Kernels split sums at fixed places, never by range, so that no result depends on the
+/// number of threads.
 using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, void* context,
                              void (*body)(void* context, int64_t begin, int64_t end));
 
-/// Installs the thread pool; serial until then. Not to be called while a kernel runs.
+/// Installs the thread pool; kernels run serially before. No kernel may run meanwhile.
 void set_parallel_for(ParallelFor function);
 
-/// Calls `body(begin, end)` over [begin, end) through the installed pool.
+/// Calls `body(context, begin, end)` for ranges of [begin, end) through the installed pool.
 void run_parallel(int64_t begin, int64_t end, int64_t grain, void* context,
                   void (*body)(void* context, int64_t begin, int64_t end));
 

@@ -15,9 +15,10 @@ struct PhiloxUpper {
   uint32_t third = 0, fourth = 0;
 };
 
-/// Four random words for a counter and a key, both least significant word first. Counter 0, key 0
-/// gives 6627E8D5 E169C58D BC57AC4C 9B00DBD8.
-/// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+/// Returns four random words for a counter and a key, both with the least significant word first.
+/// Counter 0 and key 0 give 6627E8D5 E169C58D BC57AC4C 9B00DBD8.
+///
+/// Source:  Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 constexpr std::array<uint32_t, 4> philox4x32_10(uint64_t counter, uint64_t key,
                                                 PhiloxUpper upper = {}) {
   std::array<uint32_t, 4> c = {static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32),

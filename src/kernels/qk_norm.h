@@ -6,11 +6,11 @@
 
 namespace tandem::kernels::cpu {
 
-/// What both directions read. A row of x is heads of head_dim columns side by side: num_heads
-/// queries, num_kv_heads keys, then columns that no norm touches, the values.
+/// The operands of forward and backward. A row of x is heads of head_dim columns side by side:
+/// num_heads queries, num_kv_heads keys, then columns that no norm changes, the values.
 ///
-/// Shapes:   x [rows, whole heads, those of values too]; query_weight, key_weight [head_dim].
-/// Dtypes:   any Element each.
+/// Shapes:  x [rows, columns of whole heads, also of values]; query_weight, key_weight [head_dim].
+/// Dtypes:  any Element each.
 struct QkNorm {
   ConstRows x;
   ConstVector query_weight, key_weight;
@@ -18,25 +18,25 @@ struct QkNorm {
   NormOptions options;
 };
 
-/// y = x_hat * gamma of each head of queries and of keys, as rms_norm_forward of the head as a row,
-/// with gamma of query_weight or of key_weight; other columns are copied.
+/// y = x_hat * gamma for each head of queries and of keys: rms_norm_forward with the head as a row,
+/// and with gamma from query_weight or key_weight. Other columns are copied.
 ///
-/// Shapes:   y like x.
-/// Memory:   y may be x.
-/// Dtypes:   y of the element of x; arithmetic in float32.
-/// Error:    that of rms_norm_forward (test QkNorm.NormsHeads).
-/// Bytes:    reads x once from memory (a head's second read hits L1), writes y once.
+/// Shapes:  y like x.
+/// Memory:  y may be x.
+/// Dtypes:  y has the element of x; arithmetic in float32.
+/// Error:   as rms_norm_forward (test QkNorm.NormsHeads).
+/// Bytes:   reads x once from memory (the second read of a head hits L1), writes y once.
 void qk_norm_forward(const QkNorm& norm, Rows y);
 
-/// grad_x as of rms_norm_backward, head by head, other columns those of grad_y; grad_query_weight
-/// and grad_key_weight = sum over rows and heads of grad_y * x_hat, in float32, rounded once: over
-/// the heads of a row, then as PartialSums say, so that bits do not depend on threads. The norms of
-/// heads are computed again as forward did, to the bit.
+/// grad_x as in rms_norm_backward, head by head; other columns of grad_x are those of grad_y.
+/// grad_query_weight and grad_key_weight = sum over rows and heads of grad_y * x_hat, in float32,
+/// rounded once: first over the heads of a row, then as in PartialSums, so that bits do not depend
+/// on threads. The norms of heads are recomputed with forward's bits.
 ///
 /// Shapes:   grad_y, grad_x like x; grad_query_weight, grad_key_weight [head_dim].
 /// Memory:   grad_x may be grad_y or x.
-/// Dtypes:   grad_y, grad_x of the element of x; gradients of weights any Element.
-/// Error:    that of rms_norm_backward (test QkNorm.HasTheGradientsOfItsDefinition).
+/// Dtypes:   grad_y, grad_x have the element of x; gradients of weights any Element.
+/// Error:    as rms_norm_backward (test QkNorm.HasTheGradientsOfItsDefinition).
 /// Optional: grad_x, grad_query_weight, grad_key_weight.
 /// Bytes:    reads grad_y and x once from memory, writes grad_x once.
 void qk_norm_backward(const QkNorm& norm, ConstRows grad_y, Rows grad_x, Vector grad_query_weight,

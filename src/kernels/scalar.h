@@ -1,4 +1,4 @@
-// Elements of matrices one at a time: what scalar references are written in.
+// Access to single elements of matrices, for scalar references.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Which instruction sets the kernels were compiled for, this processor has, and
+// The instruction sets that the kernels are compiled for, that this processor has, and that
 // TANDEM_MAX_CPU_ISA allows.
 #pragma once
 
@@ -7,10 +7,10 @@
 
 namespace tandem::kernels {
 
-/// Names of Highway targets, the best first.
+/// Returns names of Highway targets, the best first.
 ///
-/// Throws: std::invalid_argument where TANDEM_MAX_CPU_ISA, which the first call of a process reads,
-///         is not avx512, avx2 or baseline. So does the first kernel.
+/// Throws:  std::invalid_argument where TANDEM_MAX_CPU_ISA, which the first call of a process
+///          reads, is not avx512, avx2 or baseline. The first kernel throws it too.
 std::vector<std::string> supported_targets();
 
 }  // namespace tandem::kernels

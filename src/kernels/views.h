@@ -1,5 +1,5 @@
-// Raw views that kernels take: a pointer, an element type, a shape. No torch, no ownership, no
-// checks.
+// Raw views that kernels take: a pointer, an element type, a shape. They know no torch, own no
+// memory and check nothing.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,7 @@
 
 namespace tandem::kernels {
 
-/// Element types that kernels compute on; arithmetic is float32, a result is rounded once (nearest
-/// even).
+/// Element types of kernels. Arithmetic is float32, and a result is rounded once, to nearest even.
 enum class Element : uint8_t { float32, bfloat16, float16 };
 
 constexpr size_t bytes_per_element(Element element) { return element == Element::float32 ? 4 : 2; }
@@ -19,12 +18,12 @@ struct ConstRows {
   const void* data = nullptr;
   Element element = Element::float32;
   size_t rows = 0, cols = 0;
-  /// Elements from one row to the next; at least cols, or 0 to repeat one row.
+  /// Elements from one row to the next: at least cols, or 0 to repeat one row.
   size_t stride = 0;
   explicit operator bool() const { return data != nullptr; }
 };
 
-/// As ConstRows, written to; rows do not overlap (stride >= cols).
+/// A ConstRows that kernels write. Its rows do not overlap (stride >= cols).
 struct Rows {
   void* data = nullptr;
   Element element = Element::float32;
@@ -34,7 +33,7 @@ struct Rows {
   operator ConstRows() const { return {data, element, rows, cols, stride}; }
 };
 
-/// Sizes of a contiguous matrix that a kernel lays out, padding and all.
+/// The sizes of a contiguous matrix that a kernel lays out, with padding.
 struct MatrixShape {
   size_t rows = 0, cols = 0;
   constexpr size_t size() const { return rows * cols; }
@@ -48,7 +47,7 @@ struct ConstVector {
   explicit operator bool() const { return data != nullptr; }
 };
 
-/// As ConstVector, written to.
+/// A ConstVector that kernels write.
 struct Vector {
   void* data = nullptr;
   Element element = Element::float32;
