@@ -332,7 +332,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 std::optional<QuantizedArgument> read_quantized(const at::Tensor& param) {
   const py::gil_scoped_acquire gil;
   static PyObject* const kType =
-      py::object(py::module_::import("tandem._quantized_tensor").attr("QuantizedTensor"))
+      py::object(py::module_::import("tandem.quantized.tensor").attr("QuantizedTensor"))
           .release()
           .ptr();
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(param));
@@ -355,7 +355,7 @@ at::Tensor write_quantized(const TensorInCodes& codes) {
   for (const at::Tensor& part : codes.parts)
     parts.append(part.defined() ? py::cast(part) : py::none());
   const py::object made =
-      py::module_::import("tandem._runtime")
+      py::module_::import("tandem.ops.runtime")
           .attr("quantized")(
               parts, codes.quantizer->text, serves_both_directions(*codes.quantizer),
               py::cast(codes.dtype),

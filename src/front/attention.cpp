@@ -121,6 +121,9 @@ Tensor apply_rotary_pos_emb(const Tensor& t, const Tensor& freqs, QkvFormat tens
                     "apply_rotary_pos_emb: expected freqs of at least ", length,
                     " positions and at most ", all, " features, got ", freqs.sizes(),
                     ". Make them for the sequence.");
+  TORCH_CHECK_VALUE(rotated % 2 == 0,
+                    "apply_rotary_pos_emb: expected freqs of an even number of features, got ",
+                    rotated, ". Features are turned in pairs.");
   Tensor angles = freqs.narrow(0, 0, length);
   if (!is_sbhd) angles = angles.transpose(0, 1);
   angles = angles.to(at::kFloat);
@@ -167,6 +170,10 @@ std::pair<Tensor, Tensor> InferenceParams::step(
     const std::weak_ptr<const torch::nn::Module>& writer) {
   const int64_t begin = sequence_len_offset, length = key.size(0), batch = key.size(1),
                 end = begin + length, last = batch_size_offset + batch;
+  for (const auto& [name, offset] : {std::pair("sequence_len_offset", sequence_len_offset),
+                                     std::pair("batch_size_offset", batch_size_offset)})
+    TORCH_CHECK_VALUE(offset >= 0, "InferenceParams: expected ", name, " of at least 0, got ",
+                      offset, ". Count what is there already.");
   TORCH_CHECK_VALUE(end <= max_sequence_length && last <= max_batch_size,
                     "InferenceParams: expected at most ", max_sequence_length, " positions of ",
                     max_batch_size, " sequences, got ", end, " of ", last, ". Make it larger.");

@@ -350,6 +350,20 @@ TEST(AttentionErrors, TellWhatIsExpected) {
                                   "and at most 4 features, got [3, 1, 1, 4]. Make them for the "));
   EXPECT_THAT(
       [] {
+        apply_rotary_pos_emb(random({5, 1, 1, 8}), random({5, 1, 1, 7}));
+      },
+      ThrowsText<c10::ValueError>("apply_rotary_pos_emb: expected freqs of an even number of "
+                                  "features, got 7. Features are turned in pairs."));
+  EXPECT_THAT(
+      [&] {
+        InferenceParams before(1, 4);
+        before.sequence_len_offset = -1;
+        attention({.layer_number = 1})->forward(x, {.inference_params = &before});
+      },
+      ThrowsText<c10::ValueError>("InferenceParams: expected sequence_len_offset of at least 0, "
+                                  "got -1. Count what is there already."));
+  EXPECT_THAT(
+      [] {
         Linear(8, 8,
                {.parameters_split = {{"a", 4}, {"b", 4}},
                 .main_grads = {{"b_weight", at::zeros({4, 8})}}});
