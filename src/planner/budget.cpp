@@ -23,8 +23,8 @@ namespace {
 /// Sums of bytes per row are compared with this slack.
 constexpr double kSlack = 1e-6;
 
-/// Operations that a device computes while it moves a byte, in float32 on a CPU and in 16 bits
-/// elsewhere, rounded.
+/// The operations that a device computes in the time in which it moves a byte, rounded: in float32
+/// on a CPU, in 16 bits elsewhere.
 struct Device {
   c10::DeviceType type;
   double flops_per_byte;
@@ -38,7 +38,7 @@ double flops_per_byte(c10::DeviceType type) {
   return kFlopsPerByteElsewhere;
 }
 
-/// The results of ops that are to be computed again, and what steps between ops make of these.
+/// Results of ops with `recompute`, and what the planner's steps make from these.
 ValueSet recomputed_values(const Description& description, const Draft& draft) {
   ValueSet values(draft.types.size());
   for (size_t op = 0; op < description.ops.size(); ++op) {
@@ -57,10 +57,10 @@ ValueSet recomputed_values(const Description& description, const Draft& draft) {
   return values;
 }
 
-/// The cheapest outcome within a limit.
+/// Finds the cheapest outcome within a limit.
 class Search {
  public:
-  /// `never_kept`: what is not kept where there is another way.
+  /// `never_kept`: values that are not kept if there is another way.
   Search(const Ways& ways, const ValueSet& never_kept)
       : ways_(ways), keep_(ways.items().size()), place_(ways.items().size()) {
     for (size_t i = 0; i < ways.items().size(); ++i)
@@ -73,7 +73,7 @@ class Search {
     for (size_t place = 0; place < free_.size(); ++place) place_[free_[place]] = place;
   }
 
-  /// One that is not possible where none fits.
+  /// The cheapest outcome with at most `limit` bytes; not possible if nothing fits.
   Outcome within(double limit) {
     limit_ = limit + kSlack;
     best_ = {};
@@ -107,7 +107,7 @@ class Search {
     if (is_better) best_ = outcome;
   }
 
-  /// What it costs at least that a value is not kept, whatever else is not.
+  /// Computes a lower bound of the cost of not keeping each value, whatever else is not kept.
   void price() {
     const Outcome all = ways_.outcome(keep_);
     least_cost_.assign(ways_.items().size(), 0);
@@ -134,7 +134,8 @@ class Search {
     });
   }
 
-  /// At least what it costs to go from `outcome` to the limit by values that are not decided yet.
+  /// A lower bound of the cost to get from `outcome` to the limit by values that are not decided
+  /// yet.
   double still_to_pay(size_t decided, const Outcome& outcome) const {
     double excess = -limit_;
     for (size_t i = 0; i < ways_.items().size(); ++i)
@@ -151,7 +152,7 @@ class Search {
     return cost;
   }
 
-  /// `outcome`: with all kept that is not decided, which costs least.
+  /// `outcome`: the outcome in which every undecided value is kept, which costs least.
   void descend(size_t decided, double kept, const Outcome& outcome) {
     if (kept > limit_ || !outcome.is_possible) return;
     consider(outcome);
@@ -177,7 +178,7 @@ class Search {
     }
   }
 
-  /// From everything kept, what saves most for its cost goes first.
+  /// Starts with everything kept, and drops the value with the least cost per saved byte first.
   void drop_greedily() {
     for (const size_t i : free_) keep_[i] = true;
     Outcome now = ways_.outcome(keep_);
@@ -205,7 +206,7 @@ class Search {
     consider(now);
   }
 
-  /// From nothing kept, what spares most cost for its bytes comes first.
+  /// Starts with nothing kept, and adds the value that saves the most cost per byte first.
   void add_greedily() {
     for (const size_t i : free_) keep_[i] = false;
     Outcome now = ways_.outcome(keep_);
@@ -240,14 +241,14 @@ class Search {
   Outcome best_;
 };
 
-/// Puts the steps of an outcome together.
+/// Builds the backward of an outcome.
 class Assembly {
  public:
   Assembly(const BackwardBase& base, const Ways& ways, const Outcome& outcome, Draft& draft)
       : base_(base), ways_(ways), outcome_(outcome), draft_(draft) {}
 
-  /// Backward with the steps of forward that run again, each before the first that reads what it
-  /// writes. `traced`: hidden from compilers.
+  /// Backward with the recomputed forward steps, each before the first reader of its results.
+  /// `traced`: compilers must not recognize them as the steps of forward.
   Steps backward(const Steps& whole, bool traced) {
     const size_t count = draft_.forward.size();
     std::vector<size_t> place(count, npos);
@@ -302,8 +303,9 @@ class Assembly {
     return gradients;
   }
 
-  /// What it reads least of comes behind a gradient. An extra input comes last: what is behind a
-  /// gradient is no argument of the caller any more, which alone may be smaller than a sum.
+  /// Puts one operand of a recomputed step behind a gradient, so that a compiler cannot reuse the
+  /// result of forward. It takes the cheapest kind of operand to hide, an extra input last: a sum
+  /// accepts a smaller operand only if it is an argument of the caller.
   void hide(Step& again, Steps& backward) {
     size_t least = npos;
     const auto weight = [&](Value value) {
@@ -376,7 +378,7 @@ BudgetFit::BudgetFit(const Description& description, const PlanKey& key,
       codes_.push_back(value);
 }
 
-/// By item: what the plan keeps anyway, and what nothing in backward would write again.
+/// By item: whether the plan keeps it anyway, or nothing in backward could re-emit it.
 std::vector<bool> BudgetFit::kept_without_budget(const Ways& ways, const BackwardBase& base,
                                                  const Plan& plan) const {
   std::vector<bool> keep;

@@ -1,5 +1,5 @@
-// A memory budget: what forward keeps is chosen so that it fits and backward has the least to do
-// for it. And ops that are computed again in backward, whatever that costs.
+// Memory budgets: what forward keeps is chosen so that it fits the budget and backward has the
+// least extra work. Ops that the user wants recomputed are handled here too, whatever they cost.
 #pragma once
 
 #include <map>
@@ -13,30 +13,29 @@
 
 namespace tandem {
 
-/// Up to so many values that may or may not be kept, the choice is the cheapest one; above, it is
-/// good.
+/// For at most this many values with a choice, the chosen set is optimal; above, it is found
+/// greedily.
 inline constexpr size_t kMostFreeValues = 24;
 
 class BudgetFit {
  public:
-  /// `draft`: as it is before anything is chosen.
+  /// `draft`: before anything is chosen.
   BudgetFit(const Description& description, const PlanKey& key,
             const std::vector<OpGroup>& backward_groups, const Draft& draft);
 
-  /// Codes that backward reads: forward makes them if they are kept.
+  /// Codes that backward reads; forward computes them if they are kept.
   const Values& codes() const { return codes_; }
 
-  /// Replaces backward by one that finds what it reads within description.memory_budget: kept,
-  /// written again by a step that could do so, or made by steps of forward, as they were fused,
-  /// that run again. What ops make that are to be computed again is not kept where there is another
-  /// way; without a budget all else stays as `plan` has it. Cost is bytes that are moved more, and
-  /// operations that are computed more at what the device computes meanwhile. Numbers stay what
-  /// they are: the same steps make them.
+  /// Replaces backward by one that gets what it reads within description.memory_budget: a value is
+  /// kept, re-emitted by a backward step, or recomputed by a fused forward step. Results of ops
+  /// with `recompute` are not kept if there is another way; without a budget everything else stays
+  /// as `plan` has it. Cost is the extra bytes that are moved, plus the extra operations, converted
+  /// by what the device computes in the time of a byte. Results do not change, because equal steps
+  /// compute them.
   ///
-  /// `draft.forward` is fused. Notes in `plan` what is kept, and the choices.
+  /// `draft.forward` must be fused. Notes the kept values and the choices in `plan`.
   ///
-  /// Throws: c10::ValueError where the budget is less than the least that can be kept, which it
-  ///         states.
+  /// Throws: c10::ValueError, which states the least budget, if the budget is less.
   void fit(Draft& draft, Plan& plan);
 
  private:
@@ -46,7 +45,7 @@ class BudgetFit {
   const Description& description_;
   const PlanKey& key_;
   ValueSet never_again_;
-  /// What ops make that are to be computed again, and the codes of that.
+  /// Results of ops with `recompute`, and codes of these.
   ValueSet recomputed_;
   Steps whole_;
   Values codes_;

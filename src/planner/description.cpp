@@ -38,7 +38,7 @@ std::vector<Binding> bindings_of(const json* listed, const char* field, size_t c
   return bindings;
 }
 
-/// How many tensors an op has among its operands [first, last), the elements of lists counted.
+/// The number of tensors of an op's operands [first, last), counting the elements of lists.
 size_t count_of(const OpNode& node, size_t first, size_t last) {
   size_t count = 0;
   for (size_t operand = first; operand < last; ++operand) {
@@ -48,7 +48,7 @@ size_t count_of(const OpNode& node, size_t first, size_t last) {
   return count;
 }
 
-/// Positions in a list of the pipeline: as many as the op has operands of that sort, none twice.
+/// Positions in a list of the pipeline: one per operand of that sort, none twice.
 std::vector<uint32_t> positions_of(Fields& op, const OpNode& node, const char* field, size_t count,
                                    const char* what) {
   std::vector<int64_t> positions;
@@ -63,7 +63,7 @@ std::vector<uint32_t> positions_of(Fields& op, const OpNode& node, const char* f
   return {positions.begin(), positions.end()};
 }
 
-/// How many tensors each of the `count` parameters is; none where each is one.
+/// The number of tensors of each of the `count` parameters; empty if each is one tensor.
 std::vector<uint32_t> joins_of(Fields& op, const OpNode& node, size_t count) {
   std::vector<int64_t> joins;
   op.get("joins", joins, limits::kParams, 1, limits::kParams);
@@ -73,7 +73,7 @@ std::vector<uint32_t> joins_of(Fields& op, const OpNode& node, size_t count) {
   return {joins.begin(), joins.end()};
 }
 
-/// `kinds`: where one that is not registered is held.
+/// `kinds` holds the kind if it is not registered.
 OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<const OpKind>>& kinds) {
   Fields op(entry, "description: op " + std::to_string(index));
   OpNode node;
@@ -174,8 +174,8 @@ void write_bindings(json& entry, const char* field, const std::vector<Binding>& 
   }
 }
 
-/// The same words may mean another thing to another library. What is written by hand carries
-/// neither.
+/// Rejects descriptions of another version or build, to which an equal text may mean something
+/// else. A description that is written by hand carries neither.
 void check_origin(Fields& fields) {
   uint64_t version = kDescriptionVersion;
   std::string build = build_id();
@@ -247,7 +247,7 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
     check_memory_budget(bytes_per_row);
     description->memory_budget = bytes_per_row;
   }
-  std::string process;  // only tells descriptions apart, for caches that must not outlive a process
+  std::string process;  // distinguishes descriptions, for caches that must not outlive a process
   fields.get("process", process).finish();
   check_channels(description->ops);
   if (description->memory_budget || description->recomputes())

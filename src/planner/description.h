@@ -1,5 +1,5 @@
-// Descriptions: everything a plan depends on that is no property of a tensor, as JSON that the
-// fronts have written here.
+// Descriptions: everything that a plan depends on and that is no property of a tensor. The fronts
+// write them as JSON with the functions below.
 #pragma once
 
 #include <memory>
@@ -15,16 +15,16 @@
 
 namespace tandem {
 
-/// An extra input or output of an op: bound to a channel, or an argument or result of the pipeline.
+/// Where an extra input comes from or an extra output goes: a channel, or the caller.
 struct Binding {
-  /// Empty where unbound.
+  /// The name of the channel; empty if the caller passes or gets the tensor.
   std::string channel;
-  /// Outputs: returned as well.
+  /// Of an output: whether the caller gets it too.
   bool to_caller = true;
 };
 
-/// Where the slots of what is quantized for an op stand: in the state of which module, from which
-/// one on.
+/// Which slots of a recipe's state an op uses: the module that holds the state, and the first slot
+/// of each direction.
 struct StateSlots {
   uint32_t holder = 0, forward = 0, backward = 0;
 };
@@ -37,22 +37,22 @@ struct OpNode {
   std::string label;
   /// Positions in the pipeline's parameter list.
   std::vector<uint32_t> params;
-  /// How many of `params` are each parameter of the op, one behind the other along the first
-  /// dimension; empty: one each.
+  /// For each parameter of the op, how many tensors of `params` it consists of, joined along the
+  /// first dimension. Empty: each parameter is one tensor.
   std::vector<uint32_t> joins;
-  /// Positions in its list of buffers.
+  /// Positions in the pipeline's list of buffers.
   std::vector<uint32_t> buffers;
   std::vector<Binding> extra_inputs, extra_outputs;
   bool in_place = false;
-  /// in_place on a caller's tensor is a command; on a channel's value it is a permission that
-  /// nobody needs to use.
+  /// Whether the op writes into a tensor of the caller. `in_place` demands that only for an extra
+  /// input that the caller passes; for a channel's value it is a permission.
   bool writes_caller() const {
     return in_place && kind->def.in_place && extra_inputs[0].channel.empty();
   }
   std::optional<StateSlots> state;
-  /// Backward makes again what its forward makes, rather than keep it.
+  /// Whether backward recomputes the op's results instead of having them kept.
   bool recompute = false;
-  /// What a front knows the op by; user fusions over op lists look at it.
+  /// The front's own name of the op; user fusions over op lists read it.
   std::string instance;
 };
 
@@ -61,27 +61,27 @@ struct OpGroup {
   size_t first = 0, last = 0;
   std::shared_ptr<const Fusion> fusion;
   Options options;
-  /// Why its own rule has refused it: then it is told, and nothing else.
+  /// Why the fusion's own rule refused the group. A refused group is only noted for `explain`.
   Refusal refusal = std::nullopt;
 };
 
-/// What a description must carry to be read by this library, where it carries a version at all.
+/// The version that a description must have if it carries one.
 inline constexpr uint64_t kDescriptionVersion = 1;
 
 /// How ops are planned.
 struct PlanningTerms {
   bool training = true;
-  /// False: no fusion at all, what `verify` compares with.
+  /// False: no fusion is made; `verify` compares with such a plan.
   bool fuse = true;
-  /// Workspaces are passed in for the codes of weights.
+  /// Whether the caller passes workspaces for the codes of weights.
   bool cache_weights = false;
-  /// By name: `verify` bisects with it.
+  /// Names of fusions that are not made; `verify` bisects with this list.
   std::vector<std::string> skipped_fusions = {};
-  /// An error with the reason where one of these is not made.
+  /// Names of fusions without which planning throws, with the reason why one was not made.
   std::vector<std::string> required_fusions = {};
-  /// Of the registered user fusions.
+  /// The version of the registered user fusions (registry.h).
   uint64_t fusions_version = 0;
-  /// Not 0: each quantization is a step of its own that says what it does, under this number
+  /// Not 0: each quantization is a step of its own that reports what it loses, under this number
   /// (quantization/inspection.h).
   int64_t watched = 0;
   /// Bytes that forward may keep for backward, per row of the main input: numel(x) / size(-1) rows.
@@ -90,35 +90,36 @@ struct PlanningTerms {
 
 struct Description : PlanningTerms {
   std::vector<OpNode> ops;
-  /// Of ops whose front made them by name.
+  /// Kinds of ops that are not registered: the front created them by name.
   std::vector<std::shared_ptr<const OpKind>> kinds;
   std::optional<Recipe> recipe;
   SizesInKey sizes_in_key = SizesInKey::none;
 
-  /// Whether any op is to be computed again in backward.
+  /// Whether backward recomputes any op.
   bool recomputes() const;
   size_t param_count() const;
   size_t buffer_count() const;
-  /// Ops whose extra inputs come from the caller, in order of ops then slots.
+  /// How many extra inputs the caller passes.
   size_t extra_input_count() const;
 };
 
-/// Reads a description, which may come from anywhere, and resolves its channels. Throws
-/// c10::ValueError on what is no JSON or exceeds `limits` (core/json_fields.h), on another version
-/// or build than this library's, on unknown fields and ops, wrong types and options, parameter
-/// positions that do not fit the op, and on channels with several producers, no producer, or no
-/// earlier one.
+/// Reads a description of unknown origin and resolves its channels.
+///
+/// Throws: c10::ValueError on text that is no JSON or exceeds `limits` (core/json_fields.h), on a
+///         version or build that is not this library's, on unknown fields and ops, wrong types and
+///         options, parameter positions that do not fit the op, and on a channel with several
+///         producers, no producer, or none before its reader.
 std::shared_ptr<const Description> parse_description(std::string_view json);
 
-/// An op as a front names it, before anything is looked up.
+/// An op as a front describes it; no name is resolved yet.
 struct OpEntry {
   std::string op;
-  /// Instead of `op` to people; empty: `op`.
+  /// The name in `explain` and errors; empty: `op`.
   std::string label = {};
-  /// As JSON.
+  /// The options as JSON.
   std::string options = "{}";
   std::vector<size_t> params = {}, joins = {}, buffers = {};
-  /// One per slot, or none at all where all are unbound.
+  /// One binding per slot; empty if no slot is bound.
   std::vector<Binding> extra_inputs = {}, extra_outputs = {};
   bool in_place = false;
   std::optional<StateSlots> state = std::nullopt;
@@ -126,15 +127,15 @@ struct OpEntry {
   bool recompute = false;
 };
 
-/// Throws c10::ValueError unless a budget is finite and not negative.
+/// Throws: c10::ValueError unless the budget is finite and not negative.
 TANDEM_API void check_memory_budget(double bytes_per_row);
 
-/// The ops of a description. Throws c10::ValueError where options are no JSON, and where a channel
-/// is not named in UTF-8, which JSON cannot hold.
+/// The ops of a description as JSON. Throws c10::ValueError if options are no JSON or a channel's
+/// name is not UTF-8, which JSON cannot hold.
 TANDEM_API std::string write_ops(const std::vector<OpEntry>& ops);
 
-/// The description of ops (write_ops) under a recipe, as JSON, that parse_description reads. A
-/// process is named where the description must not be found by another one.
+/// The description of `ops` (from write_ops) under a recipe, as JSON for parse_description. Pass a
+/// `process` if caches must not find the description in another process.
 TANDEM_API std::string write_description(std::string_view ops, std::string_view recipe,
                                          const PlanningTerms& terms,
                                          const std::string& process = {});

@@ -1,4 +1,4 @@
-// A plan in the making: what the passes of the planner hand on to each other.
+// A plan that is being built: the passes of the planner change it in turn.
 #pragma once
 
 #include <array>
@@ -9,16 +9,16 @@
 
 namespace tandem {
 
-/// A value as an op meets it: from whom it comes decides where its gradient goes, and a rename has
-/// a gradient of its own.
+/// A value together with the edge that its gradient takes. A rename has the value of its source and
+/// an edge of its own.
 struct Flow {
   Value value = Value::none;
-  /// Where the gradients of this result's readers are summed up.
+  /// Where the gradients that the value's readers contribute are summed; npos: nowhere.
   size_t edge = npos;
 };
 
-/// The values behind the operands and results of one op, and behind their gradients. A list has
-/// several.
+/// The values behind the operands and results of one op, and behind their gradients. A list operand
+/// has several elements.
 class OperandTable {
  public:
   explicit OperandTable(const OpNode& node);
@@ -26,14 +26,14 @@ class OperandTable {
   const OpKind& kind() const { return *kind_; }
   size_t count(size_t operand) const { return first_[operand + 1] - first_[operand]; }
 
-  /// Where an element of an operand stands among all.
+  /// The index of an operand's element among the elements of all operands.
   size_t place(size_t operand, size_t element) const { return first_[operand] + element; }
 
   void bind(size_t operand, Flow flow, size_t element = 0) { at(operand, element).flow = flow; }
-  /// The gradient of a result, as backward gets it, and of an operand, as the op contributes it.
+  /// Binds the gradient that backward is given for a result.
   void bind_given(size_t result, Value gradient) { at(result, 0).gradient = gradient; }
-  /// What a reader of a result contributes to its gradient; `op` is npos where that is the caller,
-  /// or a step that no op asked for.
+  /// What one reader of a result contributes to its gradient. `op` is npos if the reader is the
+  /// caller or a step of the planner.
   struct Contribution {
     Value gradient = Value::none;
     size_t op = npos;
@@ -41,7 +41,7 @@ class OperandTable {
   void bind_contributions(size_t result, std::vector<Contribution> contributions) {
     contributions_[result] = std::move(contributions);
   }
-  /// In the order in which they are summed up; nothing where no gradient is needed.
+  /// The contributions in the order in which they are summed; nullptr if no gradient is needed.
   const std::vector<Contribution>* contributions(size_t result) const {
     const auto known = contributions_.find(result);
     return known == contributions_.end() ? nullptr : &known->second;
@@ -50,18 +50,19 @@ class OperandTable {
     at(operand, element).gradient = gradient;
   }
 
-  /// Value::none, here and below, where nothing is bound.
+  /// The functions below return Value::none if nothing is bound.
   Flow flow(size_t operand, size_t element = 0) const { return at(operand, element).flow; }
   Value value(size_t operand, size_t element = 0) const { return flow(operand, element).value; }
   Value given(size_t result) const { return at(result, 0).gradient; }
   Value written(size_t operand, size_t element = 0) const { return at(operand, element).gradient; }
-  /// What a step means by a reference: an operand or result, or the gradient of one.
+  /// The value of a reference: an operand or result, or the gradient of one.
   Value value(OperandRef ref, size_t element) const {
     const Entry& entry = at(ref.operand, element);
     return ref.is_gradient ? entry.gradient : entry.flow.value;
   }
 
-  /// What a fusion of the op means by a name that it reads or writes; none for a name that is none.
+  /// The values that a name in a fusion of the op refers to, among what the op reads or writes;
+  /// Value::none for an unknown name.
   Values read(std::string_view name, bool backward) const;
   Values written(std::string_view name, bool backward) const;
 
@@ -77,46 +78,46 @@ class OperandTable {
   Values values(std::optional<OperandRef> ref) const;
 
   const OpKind* kind_;
-  std::vector<uint32_t> first_;  // by operand, and the end
+  std::vector<uint32_t> first_;  // by operand; one entry more for the end
   std::vector<Entry> entries_;
   std::map<size_t, std::vector<Contribution>> contributions_;  // by result
 };
 
-/// The codes of an input or a parameter that comes in them.
+/// The codes of an input or a parameter that the caller passes in codes.
 struct ArgumentCodes {
   const Quantizer* quantizer = nullptr;
-  /// By direction.
+  /// The value of each direction; Value::none if there is none.
   std::array<Value, 2> codes = {Value::none, Value::none};
 };
 
-/// Unfused at first. Casts, sums of gradients, seeds and points of rounding are steps; renames are
-/// gone.
+/// A plan before it is finished, unfused at first. Casts, sums of gradients, seeds and points of
+/// rounding are steps; renames have no step of their own.
 struct Draft {
   std::vector<Type> types;
   Values inputs, params, buffers, workspaces, state, outputs;
-  /// Of inputs and parameters that come in codes: those of rows and of columns, Value::none where
-  /// there are none.
+  /// Row codes and column codes of each input and parameter that comes in codes; Value::none if a
+  /// direction is absent.
   Values argument_codes;
-  /// By the value that holds their plain numbers.
+  /// Keyed by the value that stands for the dequantized numbers.
   std::map<Value, ArgumentCodes> codes_of_arguments;
-  /// What backward quantizes again though it reads the numbers for nothing else: the ops asked.
+  /// Values that forward keeps so that backward can quantize them: the op demands that.
   Values quantized_again;
-  /// Whose tensors `workspaces` holds.
+  /// The weights whose tensors `workspaces` holds.
   std::vector<CachedWeight> cached_weights;
-  /// Whose tensors `state` holds.
+  /// The modules whose tensors `state` holds.
   std::vector<StateHolder> state_holders;
-  /// Of the call.
+  /// Whether the call records gradients.
   bool grad_mode = false;
   Steps forward, backward;
-  /// By value of forward.
+  /// By value of forward: whether it requires a gradient.
   std::vector<bool> requires_grad;
-  /// One per output: what the caller gives; Value::none where the output needs no gradient.
+  /// By output: the gradient that the caller gives; Value::none if the output needs none.
   Values output_gradients;
-  /// Of inputs, then of params.
+  /// The gradients of inputs, then of parameters.
   Values gradients;
-  /// By op.
+  /// By op of the description.
   std::vector<OperandTable> operands;
-  /// Label of an op without a composite form.
+  /// The label of an op without a composite form; empty if all have one.
   std::string no_composite;
   bool runs_user_code = false;
 
@@ -125,7 +126,7 @@ struct Draft {
     requires_grad.push_back(false);
     return static_cast<Value>(types.size() - 1);
   }
-  /// A gradient of the value `of`.
+  /// Adds the gradient of the value `of`.
   Value add_gradient(Value of) {
     const Type& type = types[index_of(of)];
     return add({type.dtype, Format::plain, Origin::gradient, Value::none, "grad of " + type.name});
@@ -135,15 +136,15 @@ struct Draft {
   bool needs_grad(Value value) const { return exists(value) && requires_grad[index_of(value)]; }
 };
 
-/// What patterns call a step of an op or family: "rms_norm", "rms_norm.backward".
+/// The name that patterns use for a step of an op or family: "rms_norm", "rms_norm.backward".
 std::string step_name(std::string_view op, const StepDef& step);
 
-/// The step `nth` of an op and direction, with the values that `draft` has for what it reads and
-/// mutates; its writes are none yet.
+/// The step `part` of an op, with the values that `operands` has for its reads and mutations. Its
+/// writes are empty.
 Step step_of_op(const OpNode& node, const OpStep& step, Part part, const OperandTable& operands);
 
-/// Visits the reads of an op's step in the order of Step::reads: their references, a list's one by
-/// one.
+/// Visits the reads of an op's step in the order of Step::reads: index of the read, reference, and
+/// index of the element in a list operand.
 template <typename Visit>
 void for_each_read(const OpStep& step, const OperandTable& operands, Visit&& visit) {
   size_t read = 0;

@@ -23,7 +23,7 @@ std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
 
 namespace {
 
-/// What steps of a list that match a pattern call their operands.
+/// Finds the values behind operand names in matched steps of a list.
 Lookup lookup_in(const Match& match) {
   return {[&match](const MemberOperand& operand) { return match.all(operand); },
           [&match](const MemberOperand& operand) { return match.all_written(operand); },
@@ -32,7 +32,7 @@ Lookup lookup_in(const Match& match) {
           }};
 }
 
-/// Has the members become one step where they may.
+/// Replaces the members by one step if that is legal; notes the decision.
 void fuse_members(StepList& steps, const Members& members, const Fusion& fusion,
                   FusionScope& scope) {
   const Candidate candidate(steps, members, fusion);
@@ -56,7 +56,7 @@ void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScop
   struct Search {
     const Fusion* fusion;
     Form form;
-    size_t length;  // npos of a user's, which come first
+    size_t length;  // npos for a user's fusion: these come first
   };
   std::vector<Search> searches;
   for (const Fusion* fusion : fusions) {
@@ -75,21 +75,20 @@ void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScop
 
 namespace {
 
-/// One half of a joint fusion, and what it replaces.
+/// One half of a joint fusion, and the steps that it replaces.
 struct Half {
   Step step;
   const Members& members;
 };
 
-/// Replaces forward and backward members by the two halves of a joint fusion, private values added,
-/// or says why not.
+/// Replaces forward and backward members by the two halves of a joint fusion and adds the private
+/// values, or returns a refusal.
 Refusal join(StepList& forward, StepList& backward, const Fusion& fusion, Half forward_part,
              Half backward_part, const FusionScope& scope, std::vector<Type>& types) {
   Step &ahead = forward_part.step, &back = backward_part.step;
   const Members &forward_members = forward_part.members, &backward_members = backward_part.members;
   if (backward_members.empty()) return "these ops have no backward here";
-  // What the replaced backward read need not be written any more; what others and the fused
-  // backward read must be.
+  // What only the replaced backward steps read need not be written any more.
   const std::function<bool(Value)> is_demanded = [&](Value value) {
     if (scope.is_demanded(value) || reads(back, value)) return true;
     const auto readers = backward.readers(value);
@@ -122,7 +121,7 @@ Refusal join(StepList& forward, StepList& backward, const Fusion& fusion, Half f
   return std::nullopt;
 }
 
-/// The steps of backward of a matched op.
+/// The backward steps of a matched op.
 std::vector<const Step*> backward_of(const Match& match, const StepList& backward,
                                      uint32_t member) {
   std::vector<const Step*> steps;
@@ -132,7 +131,7 @@ std::vector<const Step*> backward_of(const Match& match, const StepList& backwar
   return steps;
 }
 
-/// What the backward half calls the operands of matched ops.
+/// Finds the values behind operand names in the backward half.
 Lookup joint_lookup(const Match& match, const StepList& backward, const FusionScope& scope) {
   using Find = Values (OperandTable::*)(std::string_view, bool) const;
   const auto find = [&match, &scope](const MemberOperand& operand, Find in_table) -> Values {
@@ -157,8 +156,8 @@ Lookup joint_lookup(const Match& match, const StepList& backward, const FusionSc
   };
 }
 
-/// Which ops fusions of users take in one direction: the library's joint ones leave them alone,
-/// whatever becomes of those.
+/// The ops that users' fusions of one direction take. The library's joint fusions leave them alone,
+/// even if the user's fusion is refused later.
 class Claims {
  public:
   Claims(const StepList& forward, const StepList& backward, const UserFusions& user,
@@ -229,7 +228,7 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
   }
 }
 
-/// Whether a gradient of any result of the group's ops is asked for.
+/// Whether backward is given a gradient of any result of the group's ops.
 bool takes_gradient(const OpGroup& group, const FusionScope& scope) {
   for (size_t op = group.first; op <= group.last; ++op) {
     const OperandTable& table = (*scope.operands)[op];
@@ -239,7 +238,7 @@ bool takes_gradient(const OpGroup& group, const FusionScope& scope) {
   return false;
 }
 
-/// The forward half alone, where no backward is asked for: nothing is kept.
+/// Replaces the forward half alone if no gradient is needed; nothing is kept.
 Refusal replace_forward(StepList& forward, const StepList& backward, GroupStep ahead,
                         const FusionScope& scope) {
   const std::function<bool(Value)> is_demanded = [&](Value value) {

@@ -23,7 +23,7 @@ Step step_of(StepKind kind, std::string_view name, Run run, Names read_names, Va
   return step;
 }
 
-/// Quantizers are there for good.
+/// No ownership is needed: quantizers are never destroyed.
 Options as_options(const Quantizer& quantizer) { return {std::shared_ptr<void>(), &quantizer}; }
 
 Step state_step(StepKind kind, std::string_view name, Run run, const StateSlot& slot,
@@ -134,7 +134,7 @@ Step again_step(const Step& forward, Values writes) {
   step.dead.clear();
   step.writes = std::move(writes);
   if (forward.kind == StepKind::refresh) step.run = glue::refresh_weight<true>;
-  if (forward.kind == StepKind::watched_quantize) {  // it has told already
+  if (forward.kind == StepKind::watched_quantize) {  // forward has reported already
     step.run = forward.run == glue::watched_groups ? glue::rename : glue::quantize;
     step.options = {
         as_options(*static_cast<const glue::WatchOptions*>(forward.options[0].get())->quantizer)};
@@ -180,7 +180,7 @@ Step step_of_weight(const char* name, Run run, const Values& weight, const Value
   return step;
 }
 
-/// `step` of a weight, run behind any of these gradients.
+/// Makes a step of a weight run after these gradients are known.
 void put_behind(Step& step, const Values& gradients) {
   step.read_names.insert(step.read_names.end(), gradients.size(), "gradient");
   step.reads.insert(step.reads.end(), gradients.begin(), gradients.end());

@@ -9,7 +9,7 @@ namespace tandem {
 
 std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user,
                                FusionScope& scope, const std::vector<OpGroup>& joint) {
-  // Lowering asks for those of both directions in any case: an unfused plan has the same values.
+  // Lowering needs the joint groups in any case, so that an unfused plan has equal values.
   if ((!description.fuse && pass != Pass::joint) || !user.groups) return {};
   std::vector<OpGroup> groups = user.groups(pass, description, joint);
   std::erase_if(groups, [&](const OpGroup& group) {
@@ -45,7 +45,7 @@ namespace {
 
 bool is_in(const OpGroup& group, size_t op) { return op >= group.first && op <= group.last; }
 
-/// Whether an extra input of one op of the group is an extra output of another.
+/// Whether another op of the group produces the extra input as an extra output.
 bool is_inside(const OpGroup& group, const FusionScope& scope, size_t op, size_t operand) {
   const OpKind& kind = (*scope.operands)[op].kind();
   if (operand == 0 || operand >= kind.first_param) return false;
@@ -58,7 +58,7 @@ bool is_inside(const OpGroup& group, const FusionScope& scope, size_t op, size_t
   return false;
 }
 
-/// Of the gradient of an extra output, what readers outside of the group contribute.
+/// What readers outside of the group contribute to the gradient of an extra output.
 Values given_from_outside(const OpGroup& group, const OperandTable& table, size_t result) {
   const auto* contributions = table.contributions(result);
   if (contributions == nullptr) return {};
@@ -69,7 +69,7 @@ Values given_from_outside(const OpGroup& group, const OperandTable& table, size_
   return outside;
 }
 
-/// What the fused step reads under a name.
+/// The values of a name that the fused step reads.
 Values read_of_group(const OpGroup& group, const FusionScope& scope, bool backward,
                      const MemberOperand& operand, Refusal& refusal) {
   const size_t op = group.first + operand.member;
@@ -87,7 +87,7 @@ Values read_of_group(const OpGroup& group, const FusionScope& scope, bool backwa
   return {outside.empty() ? Value::none : outside[0]};
 }
 
-/// Steps of the group's ops.
+/// The steps of the group's ops.
 std::set<size_t> steps_of_ops(const StepList& steps, const OpGroup& group) {
   std::set<size_t> members;
   for (size_t op = group.first; op <= group.last; ++op)
@@ -97,8 +97,9 @@ std::set<size_t> steps_of_ops(const StepList& steps, const OpGroup& group) {
   return members;
 }
 
-/// What a fusion of backward finds on contexts is what the ops' own forwards leave, and it replaces
-/// nothing that a recipe writes down.
+/// Refuses a fusion of backward if a joint fusion covers its ops, because their own forwards then
+/// save nothing, or if its steps take part in a recipe's history: they read codes with a scale of
+/// the past, or record amaxes.
 Refusal refuse_contexts(const StepList& steps, const std::set<size_t>& members,
                         const FusionScope& scope) {
   for (const size_t m : members) {
@@ -125,8 +126,8 @@ Refusal refuse_contexts(const StepList& steps, const std::set<size_t>& members,
   return std::nullopt;
 }
 
-/// What steps of an op read under a name, where it is not what forward knows by it: codes, or the
-/// numbers of these.
+/// The value that the steps of an op read under a name, if it is not the one that forward has for
+/// the name: codes, or their dequantized values.
 Value read_by_steps(const StepList& steps, size_t op, std::string_view name, Value known) {
   for (const size_t s : steps.of_op(op)) {
     const Step& step = steps[s];
@@ -137,7 +138,7 @@ Value read_by_steps(const StepList& steps, size_t op, std::string_view name, Val
   return known;
 }
 
-/// The planner's own steps that belong to them.
+/// Adds the planner's own steps that belong to the members.
 class OwnSteps {
  public:
   OwnSteps(const StepList& steps, const FusionScope& scope, const Step& fused,
@@ -221,7 +222,7 @@ GroupStep step_of_group(const StepList& steps, const OpGroup& group, const Fusio
   }
   found.members.assign(members.begin(), members.end());
   if (scope.is_there)
-    for (Value& value : found.step.reads)  // of a context it gets what the plan keeps
+    for (Value& value : found.step.reads)  // the context holds only what the plan keeps
       if (exists(value) && !scope.is_there(value) && steps.writers(value).empty())
         value = Value::none;
   for (Value& value : found.step.writes)

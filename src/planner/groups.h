@@ -5,24 +5,25 @@
 
 namespace tandem {
 
-/// As `explain` prints it: "ops 1 to 3".
+/// The group as `explain` prints it: "ops 1 to 3".
 std::string place_of(const OpGroup& group);
 
-/// Why not: a step covers ops of the group and others, then a fusion of this group could not have
-/// the ops as a whole.
+/// Refuses a group if some step covers both an op of the group and another op: a fusion cannot take
+/// half of a step.
 Refusal refuse_group(const StepList& steps, const OpGroup& group);
 
-/// The fused step of a group in one direction, and the steps that it replaces: those of the group's
-/// ops, and the planner's own that only they read, or that sum up or draw what it writes. What a
-/// channel
-/// brings from one op of the group to another is the fusion's own business: an extra input that an
-/// op of the group makes is absent, and so is what ops of the group contribute to the gradient of
-/// an extra output. What the fused step writes in name only, as a rename of what comes from
-/// outside, is absent as well.
+/// The fused step of a group in one direction, and the steps that it replaces: the steps of the
+/// group's ops, and the planner's steps that only these read, or that sum or draw what the fused
+/// step writes.
+///
+/// Channels between ops of the group are the fusion's own business: an extra input that an op of
+/// the group produces is absent, and so are the contributions of the group's ops to the gradient of
+/// an extra output. A write that no member performs, such as a rename of a value from outside, is
+/// absent too.
 struct GroupStep {
   Step step;
   Members members;
-  /// Why there is none.
+  /// Why the group cannot become one step, if it cannot.
   Refusal refusal;
 };
 GroupStep step_of_group(const StepList& steps, const OpGroup& group, const FusionScope& scope,

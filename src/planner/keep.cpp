@@ -38,7 +38,7 @@ void settle_backward(Draft& draft, Plan& plan) {
 
 void choose_kept(const Description& description, const std::vector<OpGroup>& backward_groups,
                  Draft& draft, Plan& plan) {
-  // What backward may read at no cost, or must not write again.
+  // Values that backward may read at no cost, or must not re-emit.
   ValueSet is_free = kept_for_groups(description, backward_groups, draft);
   for (const Values* list : {&draft.inputs, &draft.params, &draft.argument_codes, &draft.outputs})
     is_free.add(*list);

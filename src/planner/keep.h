@@ -1,4 +1,4 @@
-// What forward leaves for backward: derived from the steps that will run, chosen by no op.
+// What forward keeps for backward. It is derived from the steps that will run; no op decides it.
 #pragma once
 
 #include "core/plan.h"
@@ -8,20 +8,21 @@
 
 namespace tandem {
 
-/// Orders backward, lets it write again what that is cheaper for, drops what nobody needs, and
-/// notes in `plan` what is kept.
+/// Decides what backward re-emits, orders backward, drops dead steps, and notes in `plan` what is
+/// kept.
 ///
-/// `backward_groups`: user fusions of backward, which write gradients only; what their ops would
-/// write again is kept, and what these read, as who writes it again may need such a gradient.
+/// `backward_groups`: user fusions of backward, which write gradients only. What their ops would
+/// re-emit is kept. What those ops read is kept as well, because a step that re-emits it may need a
+/// gradient that the fusion writes.
 void choose_kept(const Description& description, const std::vector<OpGroup>& backward_groups,
                  Draft& draft, Plan& plan);
 
-/// What the ops of these groups would write again or read, and so what is kept, if backward reads
-/// it.
+/// The values that the ops of these groups would re-emit or read: they are kept if backward reads
+/// them.
 ValueSet kept_for_groups(const Description& description, const std::vector<OpGroup>& groups,
                          const Draft& draft);
 
-/// The end of every choice: orders backward, drops what nobody needs, and notes what is kept.
+/// The end of every choice: orders backward, drops dead steps, and notes what is kept.
 void settle_backward(Draft& draft, Plan& plan);
 
 }  // namespace tandem

@@ -11,8 +11,8 @@
 
 namespace tandem {
 
-/// What a key says of sizes. Plans depend on none but under a memory budget, and there on no number
-/// of rows unless an op may name it.
+/// What a key contains of the sizes of tensors. A plan depends on sizes only under a memory budget
+/// or if ops are recomputed; there it depends on the number of rows only if some op may reshape x.
 enum class SizesInKey : uint8_t { none, but_rows, all };
 
 /// Words that decide which plan serves a call. Filled and compared without allocation for up to 28
@@ -22,9 +22,9 @@ class PlanKey {
   struct Call {
     /// Whether gradients are recorded.
     bool grad_mode = false;
-    /// Through the dispatcher: nothing may mutate arguments or return them.
+    /// Whether the call is dispatched: no step may mutate arguments or return them.
     bool traced = false;
-    /// Of the input's device type; Undefined outside autocast.
+    /// Autocast's dtype for the device type of the input; Undefined outside autocast.
     at::ScalarType autocast_dtype = at::ScalarType::Undefined;
   };
   struct TensorTraits {
@@ -33,7 +33,7 @@ class PlanKey {
     at::Device device;
   };
 
-  /// `inputs`: how many of the tensors to come are inputs; the others are parameters.
+  /// `inputs`: how many of the tensors that `add` gets are inputs; the rest are parameters.
   explicit PlanKey(const Call& call, size_t inputs = 1) {
     words_.push_back(0);
     words_.push_back(0);
@@ -42,20 +42,20 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(inputs));
   }
 
-  /// An input or a parameter, by its place among the tensors, that comes in codes of these
-  /// directions. After all tensors.
+  /// Notes that an input or a parameter (`tensor`: its index among all) comes in codes of these
+  /// directions. Call it after all tensors are added.
   void add_codes(size_t tensor, const Quantizer& quantizer, bool row, bool column) {
-    const auto address = reinterpret_cast<uintptr_t>(&quantizer);  // there is one of each, for good
+    const auto address = reinterpret_cast<uintptr_t>(&quantizer);  // a quantizer is never destroyed
     words_.push_back(static_cast<uint32_t>(tensor) << 2 | uint32_t{row} | uint32_t{column} << 1);
     words_.push_back(static_cast<uint32_t>(address));
     words_.push_back(static_cast<uint32_t>(uint64_t{address} >> 32));
     ++words_[0];
   }
 
-  /// Sizes that grow with the main input: as its first one does, or as all of its leading ones
-  /// together.
+  /// Placeholders for a tensor's first size that grows with the main input: as the first size of
+  /// the main input does, or as its number of rows.
   static constexpr int64_t kGrowsAsFirst = -1, kGrowsAsRows = -2;
-  /// Of each tensor in order, after all codes: `sizes`, of which the first may be one of these.
+  /// Call it for each tensor in order, after all codes. The first of `sizes` may be a placeholder.
   void add_sizes(c10::ArrayRef<int64_t> sizes) {
     words_.push_back(static_cast<uint32_t>(sizes.size()));
     for (const int64_t size : sizes) {
@@ -72,7 +72,7 @@ class PlanKey {
     }
     add({true, grad_mode && tensor.requires_grad(), tensor.scalar_type(), tensor.device()});
   }
-  /// One that is there, by what a plan depends on.
+  /// Adds a defined tensor by the properties that a plan depends on.
   void add(const TensorTraits& traits) {
     words_.push_back(1u | uint32_t{traits.requires_grad} << 1 |
                      static_cast<uint32_t>(traits.dtype) << 8 |
@@ -88,7 +88,7 @@ class PlanKey {
   size_t tensor_count() const {
     return words_.size() - kHead - 3 * codes_count() - words_[kSizesLength];
   }
-  /// By tensor; empty where no sizes were added.
+  /// The sizes of each tensor; empty if no sizes were added.
   std::vector<std::vector<int64_t>> sizes() const {
     std::vector<std::vector<int64_t>> all;
     for (size_t at = words_.size() - words_[kSizesLength]; at < words_.size();) {
@@ -122,7 +122,7 @@ class PlanKey {
   bool operator==(const PlanKey& other) const { return words_ == other.words_; }
 
  private:
-  /// Then tensors, then codes, then sizes.
+  /// The words at the front. Words of tensors, of codes and of sizes follow in this order.
   enum Head : size_t { kCodesCount, kSizesLength, kCall, kInputs, kHead };
   c10::SmallVector<uint32_t, 32> words_;
 };

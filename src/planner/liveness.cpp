@@ -43,8 +43,7 @@ bool is_in_place(const Step& step, Value value, const std::vector<Type>& types) 
 
 namespace {
 
-/// What a fused step does for one of its members happens where a gradient that goes there is asked
-/// for.
+/// Drops the effects of a fused step for which no absorbed gradient is requested.
 void drop_unasked_effects(Step& step, const std::function<bool(size_t)>& is_asked) {
   uint32_t dropped = 0;
   for (Effect& effect : step.effects) {
@@ -81,14 +80,14 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
   };
   Steps live;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
-    if (step->kind == StepKind::record_amax) {  // decided where its amax is written
+    if (step->kind == StepKind::record_amax) {  // it lives if the step that writes its amax does
       live.push_back(std::move(*step));
       continue;
     }
     drop_unasked_effects(*step, is_asked);
     bool needed = std::ranges::any_of(step->mutates, is_of_the_caller);
-    // Of an amax without codes (calibrating) counts whether a product reads the numbers, themselves
-    // or cast.
+    // While calibrating, a step writes an amax and no codes. It is needed if a product reads its
+    // source, unchanged or cast.
     const auto is_amax = [&](Value value) { return !exists(value) || recorded(value); };
     if (step->kind != StepKind::op && std::ranges::any_of(step->writes, exists) &&
         std::ranges::all_of(step->writes, is_amax))

@@ -1,4 +1,4 @@
-// Lowering: from a list of ops to steps over values, with nothing implicit left.
+// Lowering: from a list of ops to steps over values, with every cast, sum and seed explicit.
 #pragma once
 
 #include <vector>
@@ -8,26 +8,25 @@
 
 namespace tandem {
 
-/// Lowers the ops of `description` for tensors as `key` has them: inputs first, then parameters.
-/// The recipe's products read plain numbers still (quantize_points.h). `joint`: ops whose gradients
-/// have values of their own where they pass an op as they are, as a fusion of both directions may
-/// write others.
+/// Lowers the ops of `description` for the tensors in `key`, inputs before parameters. Products
+/// still read unquantized values (quantize_points.h). `joint`: groups of ops in which a gradient
+/// that passes an op unchanged gets a value of its own, because a joint fusion may write another
+/// one.
 ///
-/// Throws: c10::ValueError where the number of tensors does not fit, c10::TypeError where a dtype
-///         does not convert, and
-/// c10::NotImplementedError where a gradient is asked for that nobody has.
+/// Throws: c10::ValueError if the number of tensors does not fit, c10::TypeError if a dtype cannot
+///         be converted, and c10::NotImplementedError if a required gradient does not exist.
 Draft lower(const Description& description, const PlanKey& key,
             const std::vector<OpGroup>& joint = {});
 
-/// What forward leaves to the lowering of backward.
+/// What lower_forward passes to lower_backward.
 struct ForwardFlow {
-  /// What backward must be derived from, in the order in which forward happened.
+  /// An event of forward that backward has to undo; the list is in forward's order.
   struct Event {
     enum Kind { op, cast, round_gradient, join } kind;
-    /// Of the op, or npos for a cast of an operand.
+    /// The index of the op; npos for a cast of an operand.
     size_t index = 0;
     Flow from = {}, to = {};
-    /// What was joined.
+    /// The values that a join reads.
     std::vector<Flow> parts = {};
   };
   std::vector<Event> events;
@@ -35,7 +34,7 @@ struct ForwardFlow {
   size_t edges = 0;
 };
 
-/// An op that is passed over in evaluation: y is x.
+/// Whether the op is passed over in evaluation: then y is x.
 bool is_passed_over(const Description& description, const OpNode& op);
 
 ForwardFlow lower_forward(const Description& description, const PlanKey& key, Draft& draft);

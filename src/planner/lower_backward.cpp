@@ -1,5 +1,5 @@
-// Backward, from the last op to the first: what each step is given, and sums of what several
-// readers contribute.
+// Lowers backward, from the last op to the first, and sums what several readers of a value
+// contribute to its gradient.
 #include <algorithm>
 #include <map>
 #include <numeric>
@@ -60,8 +60,8 @@ class BackwardLowering {
     return values;
   }
 
-  /// What was joined is joined again where backward reads it: the parts are there, and what they
-  /// are joined to may be a copy.
+  /// Joins the parts of a parameter in backward too: the parts are there anyway, while the joined
+  /// value may be a copy that would have to be kept.
   void join_again() {
     if (draft_.backward.empty()) return;
     Steps again;
@@ -80,7 +80,8 @@ class BackwardLowering {
     return dequantize_step(codes.codes[exists(codes.codes[0]) ? 0 : 1], numbers);
   }
 
-  /// Autograd sums the gradient of the caller's x to its sizes, as long as nothing else adds to it.
+  /// Marks steps whose x is the caller's and has no other gradient: autograd itself sums it to x's
+  /// sizes.
   void note_sums() {
     for (Step& step : draft_.forward) {
       if (step.kind != StepKind::op) continue;
@@ -92,7 +93,8 @@ class BackwardLowering {
     }
   }
 
-  /// What has as many rows as a part: of one in codes, these, which nobody has to decode.
+  /// A value with as many rows as the part. A part in codes is represented by the codes, so that it
+  /// need not be dequantized for its sizes.
   Value with_rows_of(Value part) const {
     const auto known = draft_.codes_of_arguments.find(part);
     if (known == draft_.codes_of_arguments.end()) return part;
@@ -112,7 +114,7 @@ class BackwardLowering {
       if (exists(gradients[i])) contribute(event.parts[i], gradients[i]);
   }
 
-  /// Of a cast, of a point that rounds gradients, and of joined parts.
+  /// Lowers a cast, a point that rounds gradients, or a join.
   void lower(const Event& event) {
     Value gradient = gradient_of(event.to);
     if (event.kind == Event::join) {
@@ -126,7 +128,7 @@ class BackwardLowering {
       gradient = rounded;
     }
     contribute(event.from, gradient);
-    if (event.index != npos)  // of the points of one op, the first comes last
+    if (event.index != npos)  // the first of an op's points comes last and wins
       draft_.operands[event.index].bind_written(0, 0, gradient);
   }
 
@@ -139,7 +141,7 @@ class BackwardLowering {
     contributions_[to.edge].push_back({gradient, op});
   }
 
-  /// The sum of gradients of `of`; `add` steps where there are several.
+  /// The sum of the gradients of `of`; several are summed by `add` steps.
   Value sum_of(Values& gradients, Value of) {
     while (gradients.size() > 1) {
       const Value b = gradients.back();
@@ -158,7 +160,7 @@ class BackwardLowering {
     return sum_of(gradients, flow.value);
   }
 
-  /// Results of an op that are an operand.
+  /// The results of an op that are renames of an operand.
   std::vector<OpKind::SameOperand> renames_of(size_t index) const {
     const OpNode& node = description_.ops[index];
     const OperandTable& operands = draft_.operands[index];
@@ -193,7 +195,7 @@ class BackwardLowering {
     contribute_all(index, written);
   }
 
-  /// The gradient of a result, as that of an operand.
+  /// Passes the gradient of a result on as the gradient of an operand.
   void pass(size_t index, size_t operand, size_t result, std::vector<Written>& written) {
     const OperandTable& operands = draft_.operands[index];
     Value gradient = operands.given(result);
@@ -212,7 +214,7 @@ class BackwardLowering {
     for (const auto& [operand, element, gradient] : written)
       if (exists(gradient) && draft_.needs_grad(operands.value(operand, element)))
         sums[{operand, element}].push_back(gradient);
-    for (const auto& [operand, element, gradient] : written) {  // in this order, each once
+    for (const auto& [operand, element, gradient] : written) {  // in the order of writes, each once
       const auto found = sums.find({operand, element});
       if (found == sums.end()) continue;
       const Flow to = operands.flow(operand, element);
@@ -223,7 +225,7 @@ class BackwardLowering {
     }
   }
 
-  /// One step of an op's backward, unless it writes no gradient that is needed and mutates nothing.
+  /// Lowers one backward step of an op, unless it writes no needed gradient and mutates nothing.
   void lower_step(size_t index, uint16_t nth, std::vector<Written>& all_written) {
     const OpNode& node = description_.ops[index];
     const OpStep& resolved = node.kind->backward[nth];
@@ -231,7 +233,7 @@ class BackwardLowering {
     OperandTable& operands = draft_.operands[index];
     Values writes;
     std::vector<Written> written;
-    bool is_for_others = resolved.def->writes_again;  // then liveness decides
+    bool is_for_others = resolved.def->writes_again;  // liveness decides whether the step runs
     for (const OperandRef& ref : resolved.writes)
       for (size_t element = 0; element < operands.count(ref.operand); ++element) {
         const Value of = operands.value(ref.operand, element);
@@ -241,7 +243,7 @@ class BackwardLowering {
           is_for_others = true;
           continue;
         }
-        if (!ref.is_gradient) {  // a result again; the planner decides whether it shall be written
+        if (!ref.is_gradient) {  // a re-emit; a later pass decides whether it happens
           writes.push_back(of);
           if (exists(of)) draft_.types[index_of(of)].may_come_late = true;
           continue;
@@ -258,7 +260,7 @@ class BackwardLowering {
     draft_.backward.push_back(std::move(step));
   }
 
-  /// In the dtype of the op's result.
+  /// Adds a value in the dtype of the op's result.
   Value add_temporary(size_t index, size_t operand) {
     const OpNode& node = description_.ops[index];
     const Value y = draft_.operands[index].value(node.kind->first_result);
@@ -266,7 +268,7 @@ class BackwardLowering {
                        node.label + "." + std::string(node.kind->operands[operand])});
   }
 
-  /// Places in the plan's gradients of the parameters whose gradient the step keeps to itself.
+  /// Indices, among the plan's gradients, of the parameters whose gradients the step absorbs.
   std::vector<uint32_t> absorbed_by(const OpNode& node, const OpStep& step,
                                     const OperandTable& operands) const {
     std::vector<uint32_t> absorbed;
@@ -280,7 +282,7 @@ class BackwardLowering {
     return absorbed;
   }
 
-  /// Those of the `nth` parameter of an op, which may be several tensors.
+  /// Adds the indices of the `nth` parameter of an op, which may be several tensors.
   void add_absorbed(const OpNode& node, size_t nth, std::vector<uint32_t>& absorbed) const {
     const auto inputs = static_cast<uint32_t>(draft_.inputs.size());
     if (node.joins.empty()) return absorbed.push_back(inputs + node.params[nth]);

@@ -1,4 +1,4 @@
-// Forward: dtypes, casts, channels, results, and the steps of each op.
+// Lowers forward: dtypes, casts, channels, results, and the steps of each op.
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
@@ -68,8 +68,8 @@ class ForwardLowering {
     for (size_t i = 0; i < key_.codes_count(); ++i) bind_codes(key_.codes(i));
   }
 
-  /// An argument that comes in codes: its plain numbers are decoded where a step wants them, and
-  /// their gradient is the argument's.
+  /// Binds an argument that comes in codes. Its dequantized values are a value of their own,
+  /// computed if a step reads it, and their gradient is the argument's.
   void bind_codes(const PlanKey::CodesTraits& traits) {
     const size_t inputs = draft_.inputs.size();
     const bool is_input = traits.tensor < inputs;
@@ -105,7 +105,7 @@ class ForwardLowering {
     draft_.codes_of_arguments[plain.value] = codes;
   }
 
-  /// As `explain` prints what an op has at these positions: "1.linear.weight".
+  /// Names an op's operands at these positions as `explain` prints them: "1.linear.weight".
   void name_operands(const OpNode& op, const OperandTable& table, size_t first,
                      const std::vector<uint32_t>& positions, const Values& values) {
     size_t nth = 0;
@@ -145,8 +145,7 @@ class ForwardLowering {
     return casts_[{value, dtype}] = result;
   }
 
-  /// A gradient that is asked for must be one that we have: no formula here conjugates, and numbers
-  /// that are not real have none.
+  /// Checks that the gradient exists: the formulas do not conjugate, and integers have none.
   static void check_differentiable(bool any_grad, at::ScalarType dtype, const OpNode& op) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !any_grad || c10::isFloatingType(dtype), op.label,
@@ -225,8 +224,8 @@ class ForwardLowering {
     return target == dtype ? y : cast(y, target, node);
   }
 
-  /// Returns whether any parameter requires grad; `dtype` becomes that of the results where
-  /// operands promote.
+  /// Returns whether any parameter requires a gradient. If operands promote, sets `dtype` to the
+  /// dtype of the results.
   bool bind_params(const OpNode& node, OperandTable& operands, at::ScalarType& dtype, bool casts) {
     const OpKind& op = *node.kind;
     bool any_grad = false;
@@ -236,8 +235,8 @@ class ForwardLowering {
         const size_t parts = node.joins.empty() ? 1 : node.joins[nth++];
         Flow param = joined(node, std::span(node.params).subspan(at, parts));
         at += parts;
-        // Under autocast a bias follows the sum it is added to, as torch.nn.Linear's does;
-        // elsewhere it promotes.
+        // Under autocast a bias takes the dtype of the product, as torch.nn.Linear's does.
+        // Elsewhere it promotes.
         const bool follows =
             call_.autocast_dtype != at::ScalarType::Undefined && c10::isFloatingType(dtype);
         const bool is_fixed = operand + op.def.fixed_params >= op.first_buffer;
@@ -253,7 +252,7 @@ class ForwardLowering {
     return any_grad;
   }
 
-  /// A parameter of an op: that at a position, or those at several in one.
+  /// A parameter of an op: one tensor, or several that are joined.
   Flow joined(const OpNode& node, std::span<const uint32_t> positions) {
     if (positions.size() == 1) return bound_params_[positions[0]];
     std::vector<Flow> parts;
@@ -281,8 +280,9 @@ class ForwardLowering {
     return joined_[values] = result;
   }
 
-  /// Of parts that are all in codes of one kind, so is what they are joined to. Where a scale
-  /// serves all of a part it has their numbers alone, which are not rounded again.
+  /// If all parts are in codes of one quantizer and these can be joined (codes_join), the joined
+  /// value is in codes too. Otherwise it has only dequantized values, which are not quantized a
+  /// second time.
   void join_codes(const Values& parts, Value whole) {
     const auto& known = draft_.codes_of_arguments;
     const auto first = known.find(parts[0]);
@@ -316,8 +316,8 @@ class ForwardLowering {
     return bound_inputs_[++next_extra_];
   }
 
-  /// The dtype of y: where the user asked for a sum in the caller's tensor it is that tensor's,
-  /// traced or not, as for torch's add_.
+  /// The dtype of y. If the op adds into the caller's tensor, it is that tensor's dtype, traced or
+  /// not, as for torch's add_.
   at::ScalarType result_dtype(const OpNode& node, const OperandTable& operands,
                               at::ScalarType dtype) const {
     if (!holds_sum(node, operands)) return dtype;
@@ -363,7 +363,7 @@ class ForwardLowering {
         if (op.def.views_input) type.view_of = operands.value(0);
         if (writes_caller(node, operands)) type.view_of = operands.value(1);
       }
-      // Of a statistic, only what is the main output: a loss.
+      // A statistic is differentiable only as the main output, such as a loss.
       const bool is_differentiable =
           (c10::isFloatingType(type.dtype) || c10::isComplexType(type.dtype)) &&
           (result.kind == ResultDef::computed || operand == op.first_result);
@@ -375,12 +375,13 @@ class ForwardLowering {
     }
   }
 
-  /// Codes have no room for a sum: theirs is a tensor of its own.
+  /// Whether y is stored in the caller's tensor. A tensor in codes cannot hold the sum, so y is a
+  /// new tensor.
   bool holds_sum(const OpNode& node, const OperandTable& operands) const {
     return node.writes_caller() && !draft_.codes_of_arguments.contains(operands.value(1));
   }
 
-  /// What is traced writes nothing.
+  /// A traced call writes into no argument.
   bool writes_caller(const OpNode& node, const OperandTable& operands) const {
     return holds_sum(node, operands) && !call_.traced;
   }
@@ -397,12 +398,13 @@ class ForwardLowering {
     draft_.forward.push_back(std::move(step));
   }
 
-  /// The op `quantize`: y is x where the recipe's format rounds it, and so are gradients.
+  /// Lowers the op `quantize`: by its options, y is x rounded to the recipe's format, and the
+  /// gradient of x is that of y, rounded.
   void round(const OpNode& node, OperandTable& operands, size_t index) {
     const auto& options = *static_cast<const ops::QuantizeOptions*>(node.options.get());
     Flow y = operands.flow(0);
     if (!description_.recipe || !c10::isFloatingType(draft_.dtype(y.value))) return;
-    if (!options.forward && !options.backward) return;  // y stays the rename that it is
+    if (!options.forward && !options.backward) return;  // y stays a rename
     const auto behind = [&](Flow x, bool is_view) {
       Type type = result_type(draft_.dtype(x.value), node.label + ".y");
       if (is_view) type.view_of = x.value;
@@ -427,7 +429,7 @@ class ForwardLowering {
 
   void add_output(Flow output) {
     if (const auto known = draft_.codes_of_arguments.find(output.value);
-        known != draft_.codes_of_arguments.end()) {  // an input that nothing has changed
+        known != draft_.codes_of_arguments.end()) {  // an input that no op has changed
       const auto [row, column] = known->second.codes;
       const Flow plain = output;
       output =
@@ -450,11 +452,11 @@ class ForwardLowering {
   const PlanKey::Call call_;
   Draft& draft_;
   ForwardFlow flow_;
-  /// What ops read of each.
+  /// What ops read in place of each input and parameter.
   std::vector<Flow> bound_inputs_, bound_params_;
   std::map<std::string, Flow> channels_;
   std::map<std::pair<Value, at::ScalarType>, Flow> casts_;
-  /// By their parts.
+  /// Keyed by their parts.
   std::map<Values, Flow> joined_;
   size_t next_extra_ = 0;
 };

@@ -13,7 +13,7 @@ namespace tandem {
 
 namespace {
 
-/// Whether `is` holds for a name of a pattern's step, for one of the alternatives.
+/// Whether `is` holds for one of the alternative names of a pattern's step.
 template <typename Is>
 bool any_name(const PatternStep& pattern, Is&& is) {
   for (std::string_view rest = pattern.name;;) {
@@ -31,8 +31,8 @@ bool matches(const Step& step, const PatternStep& pattern) {
   return any_name(pattern, [&](std::string_view each) { return each == name; });
 }
 
-/// Steps of registered ops that may stand in the lists of a pass, by their names, or by those of
-/// their families.
+/// The steps of registered ops that may stand in the lists of a pass, keyed by their own names or
+/// by those of their families.
 using KnownSteps = std::multimap<std::string, const StepDef*, std::less<>>;
 KnownSteps known_steps(Pass pass, bool of_families) {
   KnownSteps steps;
@@ -48,7 +48,7 @@ KnownSteps known_steps(Pass pass, bool of_families) {
   return steps;
 }
 
-/// The places of the steps that may be before the one at `place` in the chain.
+/// Positions of the steps that may precede the one at `place` in the chain.
 std::vector<size_t> sources_of(const Fusion& fusion, size_t place) {
   if (place == 0) return {};
   if (const size_t named = fusion.pattern[place].source; named != npos) return {named};
@@ -58,8 +58,8 @@ std::vector<size_t> sources_of(const Fusion& fusion, size_t place) {
   return sources;
 }
 
-/// Throws where an optional step may not stand: first, in the joint pass, and where another step is
-/// `behind` it.
+/// Throws if the pattern has an optional step where none may stand: first, in the joint pass, or
+/// before a step that is `behind` it.
 void check_optional(const Fusion& fusion, size_t place) {
   const PatternStep& pattern = fusion.pattern[place];
   TORCH_CHECK_VALUE(!pattern.is_optional || fusion.pass != Pass::joint, "fusion \"", fusion.name,
@@ -99,7 +99,7 @@ void check_named(const Fusion& fusion, size_t place, std::string_view name,
                     "\". Register the op before the fusion, or name another step.");
 }
 
-/// `names`: what the steps of a pattern's place write or read; empty where only the planner knows.
+/// `names`: what the steps at this position write or read; empty if only the planner knows.
 void check_link(const Fusion& fusion, size_t place, std::string_view whose,
                 const std::set<std::string_view>& names, std::string_view link) {
   TORCH_CHECK_VALUE(link.empty() || link == kAnyRead || names.empty() || names.contains(link),
@@ -108,8 +108,8 @@ void check_link(const Fusion& fusion, size_t place, std::string_view whose,
                     ", got \"", shown(link), "\". Name one of them.");
 }
 
-/// The value through which a chain leaves a step on the way to `next`: of a name that the step does
-/// not write, what it reads.
+/// The value through which a chain leaves a step towards `next`: what the step writes under the
+/// name, else what it reads.
 Value link_from(const Step& step, const PatternStep& next) {
   const size_t write =
       next.result.empty() ? step.main_write : position(step.write_names, next.result);
@@ -118,7 +118,7 @@ Value link_from(const Step& step, const PatternStep& next) {
   return read < step.reads.size() ? step.reads[read] : Value::none;
 }
 
-/// Whether a step takes the chain up where `pattern` says: a sum by either of its terms.
+/// Whether a step reads the chain's value as `pattern` says. A sum may read it as either term.
 bool takes_up(const Step& step, Value link, const PatternStep& pattern) {
   if (pattern.operand == kAnyRead || (step.kind == StepKind::add && pattern.operand.empty()))
     return reads(step, link);
@@ -153,12 +153,12 @@ Refusal check_run(const FusedRun& run, const Match& match, Has&& has) {
 }  // namespace
 
 void check_pattern(const Fusion& fusion) {
-  constexpr std::ptrdiff_t kMostOptional = 8;  // each doubles what is tried
+  constexpr std::ptrdiff_t kMostOptional = 8;  // each doubles the number of forms
   const auto optional = std::ranges::count(fusion.pattern, true, &PatternStep::is_optional);
   TORCH_CHECK_VALUE(optional <= kMostOptional, "fusion \"", fusion.name, "\": expected at most ",
                     kMostOptional, " optional steps, got ", optional,
                     ". Register several fusions.");
-  std::vector<std::set<std::string_view>> linked;  // what the steps before write, and read
+  std::vector<std::set<std::string_view>> linked;  // what the steps so far write and read
   for (size_t place = 0; place < fusion.pattern.size(); ++place) {
     const PatternStep& pattern = fusion.pattern[place];
     TORCH_CHECK_VALUE(pattern.source == npos || pattern.source < place, "fusion \"", fusion.name,
@@ -201,7 +201,7 @@ std::vector<Form> forms_of(const Fusion& fusion) {
     return form.size() > 1 && std::ranges::count(form, true) == 1;
   });
   std::ranges::sort(forms, std::greater(), [](const Form& form) {
-    return std::pair(std::ranges::count(form, true), form);  // rather without the last
+    return std::pair(std::ranges::count(form, true), form);  // ties: earlier members first
   });
   return forms;
 }
@@ -242,7 +242,7 @@ Refusal check_names(const Fusion& fusion, const Match& match, const FusionScope&
     const Step& step = *match.steps[operand.member];
     if (match.has(operand) || !is_list(operand.name) || step.covers.empty())
       return match.has(operand);
-    const OpKind& op = (*scope.operands)[step.covers[0].op].kind();  // of a list without elements
+    const OpKind& op = (*scope.operands)[step.covers[0].op].kind();  // a list without elements
     return (is_read ? op.read(operand.name, false) : op.write(operand.name, false)).has_value();
   };
   if (auto refusal = check_run(fusion.run, match, of_step)) return refusal;

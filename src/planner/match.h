@@ -5,36 +5,36 @@
 
 namespace tandem {
 
-/// Throws c10::ValueError where a pattern can match nothing: it names a step that no registered op
-/// has in its pass, or a link by what no such step writes or reads; and where a step is
-/// `behind` an optional one. Backward may run steps of forward again.
+/// Throws c10::ValueError if a pattern can match nothing: it names a step that no registered op has
+/// in its pass, links two steps by an operand that they do not have, or has a step `behind` an
+/// optional one. Patterns of backward may name forward steps, which backward may recompute.
 void check_pattern(const Fusion& fusion);
 
-/// Which members of a fusion's pattern are there.
+/// By step of a fusion's pattern: whether it is a member.
 using Form = std::vector<bool>;
 
-/// The forms that a fusion has, of the most members first, and of as many those with the first
-/// ones; none with one step alone, but where the pattern is one.
+/// The forms of a fusion: those with the most members first, and of equally many those with the
+/// earlier members first. A form with one step exists only if the pattern has one step.
 std::vector<Form> forms_of(const Fusion& fusion);
 
-/// Finds the members of a form of a fusion's pattern that starts at `start`, in pattern order, npos
-/// for one that the form leaves out; empty where it does not match.
+/// The members of a form of the fusion's pattern that starts at `start`, in pattern order, npos for
+/// a step that the form leaves out. Empty if the form does not match.
 Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion, const Form& form);
 
 /// A pattern that matched.
 struct Candidate {
   Candidate(const StepList& list, const Members& members, const Fusion& fusion);
 
-  /// The fusion's, with what its members add.
+  /// The fusion's name with the suffixes of optional members.
   std::string name;
   std::vector<const Step*> steps;
-  /// As `explain` prints it: "1.basic_linear + 1.bias".
+  /// The members as `explain` prints them: "1.basic_linear + 1.bias".
   std::string place;
-  /// By member, null for one that is absent or has none.
+  /// By member; null if it is absent or has no options.
   std::vector<Options> options;
 };
 
-/// Why the fused step cannot have the operands that the fusion names: members have others.
+/// Refuses if the fusion names an operand that a member does not have.
 Refusal check_names(const Fusion& fusion, const Match& match, const FusionScope& scope);
 
 }  // namespace tandem

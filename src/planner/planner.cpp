@@ -17,7 +17,7 @@ namespace tandem {
 
 namespace {
 
-/// What is computed of a value that may come late may come late too.
+/// Marks values that are computed from a value that may come late: they may come late too.
 void note_what_comes_late(Draft& draft) {
   const auto comes_late = [&](Value value) {
     return exists(value) && draft.types[index_of(value)].may_come_late;
@@ -32,7 +32,7 @@ void note_what_comes_late(Draft& draft) {
   note(draft.backward);
 }
 
-/// The forward pass: everything that is read later is demanded.
+/// The forward pass. Everything that is read later is demanded.
 void finish_forward(const Description& description, const UserFusions& user,
                     const std::vector<OpGroup>& groups, FusionScope& scope,
                     const Values& may_be_kept, Draft& draft, Plan& plan) {
@@ -52,8 +52,8 @@ void finish_forward(const Description& description, const UserFusions& user,
   check_coverage(demanded_parts, draft.forward, "forward");
 }
 
-/// What `budget` leaves to be kept is demanded of the fused steps, and nothing else: they stay what
-/// they are without one, so that the same numbers come out.
+/// Drops steps that nothing needs once a budget has decided what is kept. The fused steps stay as
+/// they are without a budget, so that results do not change.
 void settle_forward(Draft& draft, const Plan& plan) {
   const ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept});
   if (plan.within)
@@ -85,7 +85,7 @@ void assign_slots(Plan& plan) {
     plan.kept_at[index_of(plan.kept[k])] = static_cast<int32_t>(k);
 }
 
-/// Tensors that steps behind one read, that backward reads, and outputs.
+/// Tensors that steps after `step` or backward read, and outputs.
 Values read_after(const Plan& plan, size_t step) {
   ValueSet is_read(plan.types.size(), {&plan.outputs, &plan.kept});
   for (size_t s = step + 1; s < plan.forward.size(); ++s) is_read.add(plan.forward[s].reads);
@@ -97,7 +97,7 @@ Values read_after(const Plan& plan, size_t step) {
   return values;
 }
 
-/// An argument that a step writes in place must not be one that backward reads.
+/// Notes the arguments that steps overwrite. Backward must not read any of them.
 void note_overwritten(Plan& plan) {
   for (size_t s = 0; s < plan.forward.size(); ++s) {
     const Step& step = plan.forward[s];
@@ -148,7 +148,7 @@ std::shared_ptr<const BackwardFusions> backward_fusions(const Description& descr
   return backward;
 }
 
-/// What is finished of a draft becomes the plan's.
+/// Moves the finished parts of a draft into the plan.
 void take_over(Draft& draft, Plan& plan) {
   for (size_t v = 0; v < draft.types.size(); ++v)
     draft.types[v].requires_grad = draft.requires_grad[v];

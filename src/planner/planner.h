@@ -1,5 +1,4 @@
-// The planner: from a description and a key to a plan, and from a plan and a mask to a backward
-// program.
+// The planner: makes plans from descriptions and keys, and backward programs from plans and masks.
 #pragma once
 
 #include <memory>
@@ -12,30 +11,28 @@
 
 namespace tandem {
 
-/// Plans forward and backward: lowers, puts quantize points, runs the joint and the forward pass,
-/// derives what is kept.
+/// Plans forward and backward: lowers the ops, inserts quantize points, runs the joint and the
+/// forward pass, and derives what is kept.
 ///
-/// Throws: c10::ValueError where the tensors do not fit the description, or where a required fusion
+/// Throws: c10::ValueError if the tensors do not fit the description, or if a required fusion
 ///         cannot be made, with the reason.
 std::unique_ptr<const Plan> make_plan(const Description& description, const PlanKey& key,
                                       const UserFusions& user_fusions);
 
-/// A weight whose codes the plan for a key caches, by the places of what it lies in among the
-/// parameters.
+/// A weight whose codes are cached: the parameters it consists of, by index.
 struct CachedParams {
   std::vector<size_t> params;
   const Quantizer* quantizer;
   GroupMask parts;
 };
-/// Those of make_plan's plan, in its order. A memory budget does not change them, so no size is
-/// asked for.
+/// The cached weights of make_plan's plan, in the plan's order. They do not depend on a memory
+/// budget, so `key` needs no sizes.
 std::vector<CachedParams> cached_params(const Description& description, const PlanKey& key);
 
-/// The backward program for a mask: sliced, then fused by the backward pass; made once per mask
-/// while the plan has it.
+/// The backward program for a mask: sliced, then fused by the backward pass. The plan caches it.
 std::shared_ptr<const BackwardPlan> backward_plan(const Plan& plan, const BackwardMask& mask);
 
-/// The backward program where every gradient is given and asked for: what `explain` shows.
+/// The backward program for which every gradient is given and requested; `explain` shows it.
 std::shared_ptr<const BackwardPlan> full_backward(const Plan& plan);
 
 }  // namespace tandem

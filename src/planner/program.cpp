@@ -13,7 +13,7 @@ namespace tandem {
 namespace {
 std::atomic<int64_t> made{0}, living{0};
 
-/// Says which thread plans while it lives.
+/// Marks the current thread as the planning one during its lifetime.
 struct Planner {
   explicit Planner(std::atomic<std::thread::id>& planner) : planner(planner) {
     planner = std::this_thread::get_id();
@@ -24,14 +24,14 @@ struct Planner {
   std::atomic<std::thread::id>& planner;
 };
 
-/// All programs that live, by the hash of their text, and the recent ones. No program is destroyed
-/// under the lock: its end looks here, and may run Python.
+/// All living programs by their text, and the recent ones. No program is destroyed under the lock:
+/// its destructor takes the lock, and may run Python.
 class Programs {
  public:
   using Pointer = std::shared_ptr<Program>;
 
   static Programs& all() {
-    static auto& programs = *new Programs;  // outlives static holders of programs
+    static auto& programs = *new Programs;  // never destroyed: static objects may hold programs
     return programs;
   }
 
@@ -44,14 +44,14 @@ class Programs {
     return program;
   }
 
-  /// The program that stays: another thread may have been faster.
+  /// Returns the program that is kept: another thread may have added one with an equal text.
   Pointer add(const Pointer& program) {
     std::list<Pointer> dropped;
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = known_.find(program->text());
     Pointer known = found == known_.end() ? nullptr : found->second.program.lock();
     if (!known) {
-      if (found != known_.end()) known_.erase(found);  // of one that dies: the key is its text
+      if (found != known_.end()) known_.erase(found);  // of a dying program, whose text is the key
       known_.emplace(program->text(), Known{program, program.get(), recent_.end()});
       known = program;
     }
@@ -81,7 +81,7 @@ class Programs {
   struct Known {
     std::weak_ptr<Program> program;
     const Program* address;
-    /// Its place, or the end.
+    /// Its position in the list of recent programs, or the end.
     Recent::iterator recent;
   };
 
@@ -105,9 +105,9 @@ class Programs {
   }
 
   std::mutex mutex_;
-  /// a key is the text of its program.
+  /// Each key views the text of its program.
   std::unordered_map<std::string_view, Known> known_;
-  /// The last one asked for first.
+  /// The most recently used program comes first.
   Recent recent_;
   size_t bytes_ = 0;
 };
@@ -148,7 +148,7 @@ std::shared_ptr<Program> find_or_make(std::string_view description) {
 }  // namespace
 
 std::shared_ptr<Program> program_of(std::string_view description) {
-  // Most calls of a thread ask again for the last one: comparing texts is faster than hashing.
+  // Most calls of a thread repeat the last description: comparing texts is faster than hashing.
   thread_local std::weak_ptr<Program> last;
   if (auto known = last.lock(); known && known->text() == description) return known;
   auto program = find_or_make(description);

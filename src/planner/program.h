@@ -1,4 +1,4 @@
-// Programs: a description and the plans that have been made for it. The plan cache.
+// Programs: a description with its cache of plans.
 #pragma once
 
 #include <atomic>
@@ -26,17 +26,17 @@ class TANDEM_API Program {
   const std::string& text() const { return text_; }
   const Description& description() const { return *description_; }
 
-  /// The plan for a key: found or made. Plans never change.
+  /// The plan for a key, from the cache or newly planned. Plans never change.
   std::shared_ptr<const Plan> plan_for(const PlanKey& key) {
     if (auto plan = plans_.find(key)) return plan;
     return make(key);
   }
 
-  /// The plans that there are, in the order in which they were made.
+  /// All plans, in the order in which they were made.
   std::vector<std::shared_ptr<const Plan>> plans() const { return plans_.all(); }
-  /// How many plans have been made since the process started, by all programs.
+  /// How many plans all programs have made since the process started.
   static int64_t plans_made();
-  /// How many programs there are.
+  /// How many programs exist.
   static int64_t alive();
 
  private:
@@ -46,17 +46,18 @@ class TANDEM_API Program {
   std::shared_ptr<const Description> description_;
   Cache<PlanKey, Plan> plans_;
   std::mutex mutex_;
-  /// The thread that makes a plan, and runs a user's fusion functions in it.
+  /// The thread that is planning; a user's fusion functions run in it.
   std::atomic<std::thread::id> planner_{};
 };
 
-/// The program of a description, at most one per text at a time. It dies with the last that holds
-/// it, but the ones asked for last stay: at most `kRecentPrograms`, and of long texts fewer.
+/// The program of a description, at most one per text at a time. It is destroyed with its last
+/// holder. A cache holds the most recently used programs: at most `kRecentPrograms`, and fewer
+/// if their texts exceed `kRecentProgramBytes`.
 TANDEM_API std::shared_ptr<Program> program_of(std::string_view description);
 inline constexpr size_t kRecentPrograms = 256, kRecentProgramBytes = 1 << 20;
 
-/// Lets go of recent programs that other user fusions than those of now were part of: nobody will
-/// ask for them.
+/// Stops holding recent programs that were made with other user fusions than `fusions_version`: no
+/// later call can look them up.
 void drop_outdated_programs(uint64_t fusions_version);
 
 }  // namespace tandem

@@ -1,5 +1,5 @@
-// Operands that a step quantizes by itself, the rows or the weight of each group as a tensor of
-// their own: the step is told how, and given what that takes.
+// Operands that a step quantizes by itself, because each group (its rows or its weight) has scales
+// of its own. These functions tell the step which quantizer to use and pass it scales or a seed.
 #pragma once
 
 #include <map>
@@ -13,26 +13,27 @@ class QuantizeGroups {
  public:
   explicit QuantizeGroups(QuantizeScope& scope) : scope_(scope) {}
 
-  /// `read` and `place`: of the operand among the step's reads, and of `contract` among its
-  /// contracts.
+  /// `read`: the operand's index among the step's reads; `place`: the index of `contract` among the
+  /// step's contracts.
   ///
-  /// Throws: as QuantizeScope::check_dtype and state_of.
+  /// Throws: what QuantizeScope::check_dtype and QuantizeScope::state_of throw.
   void quantize(Step& step, size_t read, const OpStep::ContractOf& contract, size_t place,
                 const Quantizer& quantizer, Steps& steps);
 
-  /// What keeps the amaxes that the steps so far write: at the end, as a fusion of several such
-  /// steps takes all their scales before it writes any amax.
+  /// The steps that record amaxes of the operands so far. They belong at the end: a fusion of
+  /// several such steps reads all scales before it writes any amax.
   Steps take_records() { return std::exchange(records_, {}); }
 
  private:
-  using Operand = std::pair<size_t, Role>;  // of which op
+  using Operand = std::pair<size_t, Role>;  // index of the op
 
-  /// What the step reads instead of an operand: the same, behind a step that measures each group,
-  /// once for all steps of the op.
+  /// The result of a step that measures the operand's groups and returns it unchanged. All steps of
+  /// the op share it and read it instead of the operand.
   Value watched(const Step& step, size_t read, Role role, const Quantizer& quantizer, Steps& steps);
-  /// What the quantizer of an operand takes: the same in all steps of the op.
+  /// The scales or the seed that the quantizer needs for an operand; all steps of the op share
+  /// them.
   Value given(size_t op, Role role, Value plain, const Quantizer& quantizer, Steps& steps);
-  /// What a step counts the rows of groups by.
+  /// The operand that gives a step the number of rows of each group.
   Value index_read_by(const Step& step) const;
   size_t groups_of(size_t op) const;
 

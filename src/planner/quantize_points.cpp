@@ -38,7 +38,7 @@ class QuantizePoints {
   }
 
  private:
-  /// A tensor in codes of both directions, which are one value where the format has one for both.
+  /// The codes of a tensor in both directions; one value if the format serves both.
   struct Representations {
     std::array<Value, 2> codes;
     Value of(Direction direction) const { return codes[static_cast<size_t>(direction)]; }
@@ -50,11 +50,11 @@ class QuantizePoints {
     Slot slot = {};
     auto operator<=>(const Key&) const = default;
   };
-  /// What is known in codes, in one direction of the plan.
+  /// The codes that exist in one direction of the plan.
   using Codes = std::map<Key, Representations>;
 
-  /// Codes of weights depend on scales that the next step changes, while backward may still want
-  /// these: they are kept, not cached.
+  /// Codes of weights are not cached if they depend on scales that the next step changes while
+  /// backward may still read the old codes, or if each call reports what quantizing loses.
   bool caches_weights() const {
     return scope_.description.cache_weights && !scope_.is_stateful() && !scope_.is_watched();
   }
@@ -84,8 +84,8 @@ class QuantizePoints {
     std::ranges::move(groups_.take_records(), std::back_inserter(steps));
   }
 
-  /// What a point of rounding has made stays in codes where it is an output. It is a value of its
-  /// own, as others may read the numbers.
+  /// An output that a point of rounding has written is returned in codes. This adds a value,
+  /// because other readers may need the dequantized values.
   void hand_over_outputs() {
     Draft& draft = scope_.draft;
     for (Value& output : draft.outputs) {
@@ -96,7 +96,7 @@ class QuantizePoints {
     }
   }
 
-  /// What the step multiplies becomes codes, or the step is told how to make them by itself.
+  /// Makes the operands of a product codes, or tells the step how to quantize them by itself.
   void quantize_reads(Step& step, Steps& steps, Codes& codes) {
     gradient_ = Value::none;
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
@@ -140,7 +140,8 @@ class QuantizePoints {
         step.reads[read] = decoded(codes_read, scope_.draft.dtype(plain[read]), steps);
   }
 
-  /// What backward shall quantize again, from what a cast of it was made of.
+  /// Notes a value that backward shall quantize from its unquantized numbers, and the source of its
+  /// cast.
   void note_original(Value value, const OpStep::ContractOf& contract, const OpNode& op) {
     if (!scope_.is_backward || contract.keeps_numbers == nullptr ||
         !contract.keeps_numbers(op.options.get()))
@@ -149,7 +150,7 @@ class QuantizePoints {
     scope_.draft.quantized_again.push_back(scope_.uncast(value));
   }
 
-  /// The quantizer that the recipe has for an operand; null: none.
+  /// The recipe's quantizer for an operand; nullptr: none.
   const Quantizer* asked(Role role, size_t op, size_t slot = 0) const {
     const OpNode& node = scope_.description.ops[op];
     return quantizer_of(*scope_.description.recipe, {role, node.kind->def.name, node.label, slot});
@@ -159,7 +160,7 @@ class QuantizePoints {
     return exists(value) && scope_.draft.types[index_of(value)].format == Format::codes;
   }
 
-  /// Both operands of a product are rotated, or neither is: then the rotation cancels.
+  /// Checks that both operands of a product are rotated or neither is: then the rotation cancels.
   void check_rotation(const Step& step) const {
     struct Operand {
       size_t read;
@@ -186,7 +187,7 @@ class QuantizePoints {
                         "quantizers of inputs and gradients, and to no weight's.");
   }
 
-  /// The numbers of codes, in a dtype, as a value of their own.
+  /// The dequantized values of codes, in a dtype.
   Value decoded(Value codes, at::ScalarType dtype, Steps& steps) {
     const auto [known, is_new] =
         decoded_.try_emplace({codes, dtype, scope_.is_backward}, Value::none);
@@ -198,8 +199,8 @@ class QuantizePoints {
     return known->second;
   }
 
-  /// Of what forward has quantized backward reads the numbers of its codes; gradients are as they
-  /// are.
+  /// Makes a backward step read the dequantized values of what forward has quantized. Gradients are
+  /// not quantized.
   void read_decoded(Step& step, Steps& steps, Codes& codes) {
     const size_t op = step.covers[0].op;
     const auto& contracts = scope_.contracts_of(step);
@@ -207,7 +208,7 @@ class QuantizePoints {
       const Quantizer* const quantizer = asked(contract.role, op, slot);
       if (contract.role == Role::grad_output || quantizer == nullptr) return;
       if (is_numbers_of(step.reads[read], contract, *quantizer)) return;
-      if (is_by_group(contract, op)) {  // the gradient has none: the step decodes row codes
+      if (is_by_group(contract, op)) {  // the gradient has no codes: the step dequantizes row codes
         step.quantizers.resize(contracts.size());
         return groups_.quantize(step, read, contract,
                                 static_cast<size_t>(&contract - contracts.data()), *quantizer,
@@ -227,8 +228,8 @@ class QuantizePoints {
            contract.by_group(scope_.description.ops[op].options.get());
   }
 
-  /// Visits the reads that a step of an op multiplies: place among the reads, contract, place in a
-  /// list operand.
+  /// Visits the operands that a step multiplies: index among the reads, contract, index in a list
+  /// operand.
   template <typename Visit>
   void for_each_factor(const Step& step, Visit&& visit) const {
     const Part part = step.covers[0];
@@ -244,8 +245,8 @@ class QuantizePoints {
     });
   }
 
-  /// Whether the operand is a weight of parts in the quantizer's format that have but numbers as a
-  /// whole: these are what codes stand for already.
+  /// Whether the operand is a joined weight whose parts are in the quantizer's format but whose
+  /// codes cannot be joined: its numbers are dequantized values of that format already.
   bool is_numbers_of(Value value, const OpStep::ContractOf& contract,
                      const Quantizer& quantizer) const {
     if (contract.role != Role::weight) return false;
@@ -255,7 +256,8 @@ class QuantizePoints {
            known->second.quantizer->format == quantizer.format;
   }
 
-  /// In which directions each weight will be read: its workspace holds these, made in one pass.
+  /// Notes in which directions each weight is read: its workspace holds these codes, which one pass
+  /// writes.
   void note_weights() {
     for (const Steps* steps : {&scope_.draft.forward, &scope_.draft.backward}) {
       if (steps == &scope_.draft.backward && override_ != BackwardOverride::none) continue;
@@ -277,13 +279,14 @@ class QuantizePoints {
     return type.origin == Origin::param && type.format == Format::plain;
   }
 
-  /// Workspaces belong to tensors of the caller, or to what several of these are joined to.
+  /// Whether a workspace can belong to the value: it is a tensor of the caller, or joined from
+  /// several.
   bool has_workspace(Value value) const {
     return scope_.draft.types[index_of(value)].origin == Origin::param ||
            scope_.draft.codes_of_arguments.contains(value) || joined_.contains(value);
   }
 
-  /// What a product reads instead of plain numbers: these themselves where calibrating.
+  /// What a product reads instead of an unquantized operand; while calibrating, the operand itself.
   Value codes_of(Value plain, const OpStep::ContractOf& contract, size_t op,
                  const Quantizer& quantizer, Steps& steps, Codes& codes, size_t group) {
     if (scope_.is_calibrating() && !kernel_ops::kArithmetic.has(scope_.draft.dtype(plain)))
@@ -304,9 +307,9 @@ class QuantizePoints {
     return scope_.is_calibrating() ? itself : numbers.of(contract.along);
   }
 
-  /// The codes that an argument comes in, Value::none where these do not serve. In the recipe's
-  /// format what its owner has made of it counts, whatever kind of scale the recipe would choose.
-  /// Columns that are rotated have products with such alone, which the recipe then asks for.
+  /// The codes that an argument comes in, Value::none if they do not fit. The element type and
+  /// layout must be the recipe's; the kind of scale is the owner's choice. Column codes must also
+  /// agree in their rotation, because both operands of a product are rotated or neither is.
   Value given_codes(Value plain, const OpStep::ContractOf& contract,
                     const Quantizer& quantizer) const {
     if (contract.role == Role::grad_output) return Value::none;
@@ -335,7 +338,7 @@ class QuantizePoints {
     return {{row, add(Direction::column, " by columns")}};
   }
 
-  /// `op`, `role` and place in a list: of whom the codes are first asked for.
+  /// `op`, `role` and `element` say for which operand the codes are needed first.
   Representations quantized(const Key& key, size_t op, Role role, Steps& steps, Codes& codes,
                             size_t element = 0) {
     for (const Codes* known : {&forward_, &codes})
@@ -372,11 +375,12 @@ class QuantizePoints {
     return codes[key] = result;
   }
 
-  /// Codes of a weight in its workspace. Backward asks for them again rather than keep what the
-  /// next forward may overwrite.
+  /// Codes of a weight in its workspace. Backward refreshes the workspace instead of keeping codes,
+  /// which the next forward may overwrite.
   Representations weight_codes(Value weight, const Quantizer& quantizer, Steps& steps,
                                Codes& codes) {
-    // Behind a gradient there is none where that is not given, which another product may be.
+    // A traced step waits for its product's gradient. If that is undefined it does not run, so each
+    // product has its own step.
     const bool is_behind = scope_.is_backward && traced_;
     if (const auto known = codes.find({weight, &quantizer}); known != codes.end() && !is_behind)
       return known->second;
@@ -396,7 +400,7 @@ class QuantizePoints {
     return codes[{weight, &quantizer}] = result;
   }
 
-  /// The tensors of a workspace in their order; Value::none where it has none.
+  /// The tensors of a workspace in their order; Value::none for absent ones.
   Values add_workspace(const CachedWeight& cached) {
     Values workspace;
     for (size_t part = 0; part < kernel_ops::workspace_size; ++part) {
@@ -415,8 +419,8 @@ class QuantizePoints {
     return workspace;
   }
 
-  /// The decoded numbers are a value of their own, and their codes are there for products that
-  /// follow.
+  /// Replaces a point of rounding. The dequantized values are a value of their own, and later
+  /// products reuse its codes.
   void round(const Step& step, Steps& steps, Codes& codes, Role role) {
     const Quantizer* const chosen = asked(role, step.asked_by);
     if (chosen == nullptr || (scope_.is_backward && override_ != BackwardOverride::none)) {
@@ -432,7 +436,7 @@ class QuantizePoints {
       return;
     }
     steps.push_back(dequantize_step(numbers.of(Direction::row), step.writes[0]));
-    codes[{step.writes[0], &quantizer}] = numbers;  // of no slot: whoever multiplies by them
+    codes[{step.writes[0], &quantizer}] = numbers;  // without a slot: any product may read them
     if (!scope_.is_backward) rounded_[step.writes[0]] = numbers;
   }
 
@@ -451,12 +455,12 @@ class QuantizePoints {
   QuantizeGroups groups_;
   const bool traced_;
   const BackwardOverride override_;
-  /// Of the step that is rewritten, if it multiplies by one.
+  /// The gradient that the current step multiplies by, or none.
   Value gradient_ = Value::none;
   Codes forward_, backward_;
-  /// By the numbers that points of rounding have made in forward.
+  /// Keyed by the dequantized values that points of rounding have written in forward.
   std::map<Value, Representations> rounded_;
-  std::map<Value, Values> joined_;  // to what of
+  std::map<Value, Values> joined_;  // keyed by the joined value
   std::map<Value, GroupMask> weight_parts_;
   std::map<std::pair<Value, const Quantizer*>, Values> workspaces_;
   std::map<std::tuple<Value, at::ScalarType, bool>, Value> decoded_ = {};

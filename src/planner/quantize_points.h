@@ -1,5 +1,5 @@
-// Quantize points: where a recipe wants the operands of products in its formats, on the unfused
-// list. What is computed must not depend on what fuses.
+// Quantize points: where a recipe quantizes the operands of products. They are inserted before
+// fusion, so that results do not depend on what fuses.
 #pragma once
 
 #include "planner/draft.h"
@@ -7,11 +7,11 @@
 
 namespace tandem {
 
-/// Makes the products of `draft` read codes as the recipe of `description` says, each written by a
-/// step before its first reader, and turns points of rounding into a quantize and a dequantize
-/// step. In a traced plan backward mutates no workspace, which a compiler would copy.
+/// Makes the products of `draft` read codes as the recipe of `description` demands; a step before
+/// the first reader writes them. Points of rounding become a quantize and a dequantize step. In a
+/// traced plan backward mutates no workspace, because a compiler would copy it.
 ///
-/// Throws: c10::NotImplementedError where an operand has a dtype that no format takes.
+/// Throws: c10::NotImplementedError if an operand has a dtype that no format takes.
 void put_quantize_points(const Description& description, const PlanKey& key, Draft& draft);
 
 }  // namespace tandem

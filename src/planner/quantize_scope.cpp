@@ -19,7 +19,7 @@ QuantizeScope::QuantizeScope(const Description& described, Draft& drafted)
     if (step.kind == StepKind::cast) uncast_[step.writes[0]] = step.reads[0];
 }
 
-/// The tensors of all holders, those that no step uses included: who calls knows nothing of plans.
+/// Adds the tensors of all holders, used or not: the caller passes them without knowledge of plans.
 void QuantizeScope::add_state() {
   const auto add = [&](at::ScalarType dtype, std::string name) {
     draft.state.push_back(

@@ -1,5 +1,4 @@
-// What the passes of quantize points know of a call under a recipe: where it keeps its state, what
-// quantizers are given, how an op's operands are quantized.
+// What the passes of quantize points share: the recipe's state, seeds, and the contracts of steps.
 #pragma once
 
 #include <compare>
@@ -14,12 +13,11 @@ namespace tandem {
 
 class QuantizeScope {
  public:
-  /// Where a recipe with a state keeps that of a tensor: two that quantize one tensor have a
-  /// history each.
+  /// A slot of a stateful recipe. If two ops quantize one tensor, each op has a history of its own.
   struct Slot {
-    /// npos: the recipe has no state.
+    /// The index of the op; npos if the recipe has no state.
     size_t op = npos;
-    /// Among those of its direction; of an op with groups, those of the group.
+    /// `role`: index among the slots of its direction, within a group if the op has groups.
     size_t role = 0, group = 0;
     bool is_backward = false;
     auto operator<=>(const Slot&) const = default;
@@ -31,27 +29,28 @@ class QuantizeScope {
   /// Whether the recipe keeps amaxes.
   bool is_stateful() const { return is_stateful_; }
   bool is_calibrating() const { return is_calibrating_; }
-  /// Each quantization tells of itself, those of weights in each call.
+  /// Whether each quantization reports what it loses; weights are then quantized in each call.
   bool is_watched() const { return description.watched != 0 && !is_calibrating_; }
 
   Slot slot_of(size_t op, Role role, size_t group = 0) const;
-  /// `groups`: of how many the slots are, from that of `slot` on; 0: of none.
+  /// The state of `groups` consecutive slots that begin at `slot`; of one slot if `groups` is 0.
   ///
-  /// Throws: c10::ValueError where the op does not say where its amaxes go.
+  /// Throws: c10::ValueError if the op's entry in the description names no slots.
   StateSlot state_of(const Slot& slot, size_t groups = 0);
-  /// What a quantizer that rounds by chance is given. Seeds of gradients are drawn in forward too,
-  /// in the order of the ops: a graph that is retained has the same gradients twice.
+  /// The seed for a quantizer that rounds stochastically; Value::none for others. Forward draws the
+  /// seeds of gradients too, in the order of the ops, so a retained graph has equal gradients
+  /// twice.
   Value seed_of(Value plain, const Quantizer& quantizer, Steps& steps);
-  /// A weight is quantized as it is: a copy in autocast's dtype would round twice.
+  /// The weight before its cast to autocast's dtype: quantizing the copy would round twice.
   Value uncast(Value weight) const;
-  /// Of the step of an op.
+  /// The contracts of an op's step.
   const std::vector<OpStep::ContractOf>& contracts_of(const Step& step) const;
-  /// Throws: c10::NotImplementedError where no format takes the dtype.
+  /// Throws: c10::NotImplementedError if no format takes the dtype of `plain`.
   void check_dtype(Value plain, size_t op) const;
 
   const Description& description;
   Draft& draft;
-  /// Whether the steps of backward are the ones that are rewritten.
+  /// Whether the pass is rewriting steps of backward.
   bool is_backward = false;
 
  private:

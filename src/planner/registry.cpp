@@ -25,7 +25,7 @@ struct FusionRegistry {
   decltype(UserFusions::groups) groups;
 };
 FusionRegistry& fusion_registry() {
-  static FusionRegistry& registry = *new FusionRegistry;  // outlives static handles
+  static FusionRegistry& registry = *new FusionRegistry;  // never destroyed: handles may be static
   return registry;
 }
 

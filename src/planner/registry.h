@@ -12,8 +12,8 @@
 
 namespace tandem {
 
-/// A registered fusion; `remove()` or destruction takes it out again. Whatever is cached is planned
-/// anew either way.
+/// A registered fusion; `remove()` or destruction unregisters it. Registering and unregistering
+/// make every cached program outdated.
 class TANDEM_API FusionHandle {
  public:
   explicit FusionHandle(uint64_t id) : id_(id) {}
@@ -32,10 +32,11 @@ class TANDEM_API FusionHandle {
   uint64_t id_;
 };
 
-/// Registers a fusion after (`prepend`: before) the user fusions of its pass. Throws
-/// c10::ValueError if the name is taken or the fusion has no pattern, no implementation, or, joint,
-/// no backward half; if the pattern names a step that no registered op has in this pass, or reaches
-/// one through what it does not have.
+/// Registers a fusion after (`prepend`: before) the user fusions of its pass.
+///
+/// Throws: c10::ValueError if the name is taken; if the fusion has no pattern, no implementation
+///         or, as a joint fusion, no backward half; if the pattern names a step that no registered
+///         op has in this pass, or links two steps by an operand that they do not have.
 TANDEM_API FusionHandle register_fusion(Fusion fusion, bool prepend = false);
 
 namespace detail {
@@ -44,20 +45,21 @@ struct FusionRegistration {
 };
 }  // namespace detail
 
-/// Registers a tandem::Fusion, named by a variable, when its library is loaded, and for the life of
-/// the process. Ops that its pattern names must be there: those of the same file stand above it.
+/// Registers the tandem::Fusion in a variable when its library is loaded, for the life of the
+/// process. Ops that the pattern names must be registered before: in the same file they stand above
+/// it.
 #define TANDEM_REGISTER_FUSION(fusion) \
   static const ::tandem::detail::FusionRegistration tandem_fusion_registration_##fusion { fusion }
 
-/// Changes with every registration and removal; part of every description.
+/// A number that changes with every registration and removal. Every description contains it.
 TANDEM_API uint64_t fusions_version();
 
-/// The user fusions as they are now. Plans hold those that they may still apply.
+/// The user fusions that are registered now. A plan holds those that its backward may still need.
 TANDEM_API UserFusions user_fusions();
 
-/// How a front that has fusions over op lists is asked for them.
+/// Sets the function that returns a front's fusions over op lists.
 TANDEM_API void set_group_fusions(decltype(UserFusions::groups) groups);
-/// To be called by such a front whenever its fusions change.
+/// A front with fusions over op lists must call this whenever they change.
 TANDEM_API void bump_fusions_version();
 
 }  // namespace tandem

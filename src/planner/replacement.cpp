@@ -32,14 +32,14 @@ void FusionScope::note(const Fusion& fusion, const std::string& name, const std:
 
 namespace {
 
-/// The definition of an op's step.
+/// The definition of the op step behind `step`.
 const StepDef& definition_of(const Step& step, const FusionScope& scope) {
   const Part part = step.covers[0];
   const OpKind& op = (*scope.operands)[part.op].kind();
   return *(part.is_backward ? op.backward : op.forward)[part.nth].def;
 }
 
-/// Has the fused step quantize an operand as one of the steps does by itself.
+/// Makes the fused step quantize an operand as one of the members' steps does by itself.
 void add_quantizer(Step& fused, const MemberOperand& operand, const std::vector<const Step*>& steps,
                    const FusionScope& scope) {
   ByGroup& own = fused.quantizers.emplace_back();
@@ -201,7 +201,7 @@ Refusal Replacement::check_writes(const Step& fused) const {
   return std::nullopt;
 }
 
-/// The fused step must do to memory what its members do, with nobody looking on in between.
+/// The fused step must mutate what its members mutate, and nothing in between may see a difference.
 Refusal Replacement::check_mutations(const Step& fused) const {
   for (const size_t m : members_)
     for (const Value value : steps_[m].mutates)

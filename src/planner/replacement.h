@@ -1,4 +1,4 @@
-// The rule of all fusions: when a run of steps may become one step.
+// The rule of all fusions: when several steps may become one.
 #pragma once
 
 #include <functional>
@@ -14,56 +14,58 @@
 
 namespace tandem {
 
-using Members = StepList::Places;  // in pattern order, or ascending
+using Members = StepList::Places;  // positions, in pattern order or ascending
 
-/// What a pass may rely on.
+/// The facts about a list of steps that a pass uses.
 struct FusionScope {
   Pass pass = Pass::forward;
   const std::vector<Type>* types = nullptr;
-  /// By op.
+  /// By op of the description.
   const std::vector<OperandTable>* operands = nullptr;
-  /// Outside the list of steps: outputs, kept values, gradients asked for.
+  /// Whether a value is demanded outside the list of steps: outputs, kept values, requested
+  /// gradients.
   std::function<bool(Value)> is_demanded = nullptr;
-  /// In the backward pass: what is there before the list runs, and what has become of a gradient
-  /// where others are undefined.
+  /// Of the backward pass only. `is_there`: whether a value exists before the list runs.
+  /// `resolved`: the value that a gradient is replaced by if operands of its sum are undefined.
   std::function<bool(Value)> is_there = nullptr;
   std::function<Value(Value)> resolved = nullptr;
   const std::vector<std::string>* skipped = nullptr;
   std::vector<Decision>* decisions = nullptr;
-  /// Each decision once.
+  /// Decisions that were noted: each is noted once.
   std::set<std::tuple<std::string, std::string, std::string>> noted = {};
 
   bool skips(const std::string& fusion) const;
-  /// What has become of a candidate at a place.
+  /// Notes that a candidate was made (no refusal) or refused.
   void note(const Fusion& fusion, const std::string& name, const std::string& place,
             const Refusal& refusal);
 };
 
-/// How a fused step finds what it stands for.
+/// Finds the values behind a fusion's names.
 struct Lookup {
   std::function<Values(const MemberOperand&)> read, write;
-  /// The steps of a member in the direction; nullptr where none of them mutates or quantizes.
+  /// The steps of a member in this direction; nullptr if no member mutates or quantizes.
   std::function<std::vector<const Step*>(uint32_t member)> steps = nullptr;
 };
-/// The fused step of one direction: its operands, mutations and quantizers are those of the members
-/// that `run` names.
+/// The fused step of one direction. `run` names the members that its operands, mutations and
+/// quantizers come from.
 Step fused_step(const Fusion& fusion, const FusedRun& run, std::vector<Options> options,
                 const Lookup& lookup, const FusionScope& scope);
-/// Whether the step is one of an op's that the names, separated by '|', mean; any for no names.
+/// Whether `step` is a step of an op with one of these names, separated by '|'. Always true if
+/// `names` is empty.
 bool is_step_of(const Step& step, std::string_view names, const FusionScope& scope);
 
-/// One replacement under way: members of a list, and what the fused step reads, writes and mutates.
+/// A replacement of members of a list by a fused step.
 class Replacement {
  public:
-  /// `only_gradients`: what members write again of forward does not count; a joint fusion's forward
+  /// `only_gradients`: ignore what members re-emit, because the forward half of a joint fusion
   /// writes it.
   Replacement(const StepList& steps, Members members, const FusionScope& scope,
               const std::function<bool(Value)>& is_demanded, bool only_gradients = false);
 
-  /// Why the members cannot become `fused`; finds the place of the fused step.
+  /// Why the members cannot become `fused`. Also finds the position of the fused step.
   Refusal check(const Step& fused);
   void drop_undemanded_writes(Step& fused) const;
-  /// Puts the fused step in place of the members.
+  /// Replaces the members by the fused step.
   void apply(StepList& steps, Step fused) const;
 
  private:

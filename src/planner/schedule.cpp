@@ -61,14 +61,14 @@ class Readers {
   std::vector<c10::SmallVector<uint32_t, 2>> readers_;
 };
 
-/// Answers which steps wait for a step, by what they read. Each search goes from a reader towards
-/// those behind it, and ends where it finds what it looks for: in a chain, at once.
+/// Finds out whether a step waits for others, by what it reads. Each search goes from readers to
+/// their readers, and ends as soon as it finds its target: in a chain, at once.
 class Waiting {
  public:
   Waiting(const Steps& steps, const Readers& readers)
       : steps_(steps), readers_(readers), seen_in_(steps.size()) {}
 
-  /// Whether `last` waits, by what it and others read, for any of `first`.
+  /// Whether `last` depends on any of `first`, through what it and others read.
   bool waits(size_t last, std::span<const uint32_t> first) {
     ++search_;
     open_.clear();
@@ -95,13 +95,13 @@ class Waiting {
 
   const Steps& steps_;
   const Readers& readers_;
-  std::vector<size_t> seen_in_;  // by step: the last search that came by
+  std::vector<size_t> seen_in_;  // by step: the last search that visited it
   std::vector<size_t> open_;
   size_t search_ = 0;
 };
 
-/// Appends the quantize steps of forward whose codes backward reads, where those are not free to
-/// keep, behind the casts that give `asked` numbers; returns how many.
+/// Appends forward's quantize steps whose codes backward reads and that are not free to keep, and
+/// forward's casts that write a value in `asked`. Returns the number of appended steps.
 size_t quantize_again(const Steps& forward, Steps& backward,
                       const std::vector<bool>& is_free_to_keep, const Values& asked) {
   Steps again;
@@ -121,8 +121,8 @@ size_t quantize_again(const Steps& forward, Steps& backward,
   return again.size();
 }
 
-/// Removes those of the last `count` steps whose source no other step writes or reads, and that is
-/// not `asked`: for them alone it would have to be kept.
+/// Removes those of the last `count` steps whose source no other step reads or writes and that is
+/// not in `asked`: the source would have to be kept for them alone.
 void drop_needless(size_t count, const Values& asked, Steps& backward) {
   const auto first = backward.end() - static_cast<std::ptrdiff_t>(count);
   std::set<Value> used(asked.begin(), asked.end());
@@ -153,7 +153,7 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
                       const std::vector<bool>& is_free_to_keep,
                       const std::vector<OperandTable>& operands, const Values& asked) {
   const size_t quantized_again = quantize_again(forward, backward, is_free_to_keep, asked);
-  // All candidates are taken out first, so that what steps write is what is sure to be written.
+  // All candidates are taken out first, so that the remaining writes are certain to happen.
   struct Candidate {
     size_t step, write;
     Value value;
@@ -174,21 +174,22 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
     if (is_free_to_keep[index_of(candidate.value)] || read_by.empty() ||
         reads(backward[candidate.step], candidate.value) || waiting.waits(candidate.step, read_by))
       continue;
-    // A collective that gathers it again shall start early, and a shard is little to keep.
+    // A value that a gathering collective reads is kept: the collective can then start early, and a
+    // shard is small.
     if (std::ranges::any_of(
             read_by, [&](size_t reader) { return only_writes_again(backward[reader], operands); }))
       continue;
     backward[candidate.step].writes[candidate.write] = candidate.value;
     writes_again[candidate.step] = true;
   }
-  // Of steps that do nothing else, the last first: what it reads may be written by one before.
-  std::map<Value, Value> behind;  // what is written again, and a gradient that is there by then
+  // Steps that only re-emit: the last first, because an earlier one may write what it reads.
+  std::map<Value, Value> behind;  // a re-emitted value, and a gradient that exists by then
   for (auto candidate = candidates.rbegin(); candidate != candidates.rend(); ++candidate) {
     Step& step = backward[candidate->step];
     const auto read_by = readers.of(candidate->value);
     if (!only_writes_again(step, operands) || is_free_to_keep[index_of(candidate->value)] ||
         read_by.size() !=
-            1)  // of several readers another one may run than that whose gradient is there
+            1)  // of several readers, one may run without the reader whose gradient is known
       continue;
     const Step& reader = backward[read_by[0]];
     const auto known =
@@ -214,8 +215,8 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
 
 void schedule(Steps& steps) {
   const Writers writers(steps);
-  std::vector<std::vector<uint32_t>> behind(steps.size());  // by step: those that wait for it
-  std::vector<size_t> missing(steps.size());                // how many it waits for
+  std::vector<std::vector<uint32_t>> behind(steps.size());  // by step: the steps that wait for it
+  std::vector<size_t> missing(steps.size());                // by step: how many it waits for
   const auto wait = [&](size_t later, size_t earlier) {
     if (earlier == kNobody || earlier == later) return;
     behind[earlier].push_back(static_cast<uint32_t>(later));
@@ -243,9 +244,8 @@ void schedule(Steps& steps) {
       before = {s, {}};
     }
   }
-  using Turn =
-      std::pair<Phase,
-                size_t>;  // what starts, what computes, what waits: each the first in the list
+  // Steps that start come first, then those that compute, then those that wait; ties by position.
+  using Turn = std::pair<Phase, size_t>;
   std::priority_queue<Turn, std::vector<Turn>, std::greater<>> ready;
   for (size_t s = 0; s < steps.size(); ++s)
     if (missing[s] == 0) ready.emplace(steps[s].phase, s);

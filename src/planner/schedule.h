@@ -1,4 +1,4 @@
-// The order of steps, and what backward writes again instead of having it kept.
+// The order of steps, and which forward values backward re-emits.
 #pragma once
 
 #include <algorithm>
@@ -10,13 +10,13 @@
 
 namespace tandem {
 
-/// Whether a write of a backward step is no gradient, but a result of forward written again.
+/// Whether a write of a backward step is a forward result that the step re-emits, not a gradient.
 bool is_again(const Step& step, Value value, const std::vector<Type>& types);
 
-/// Whether a step of backward does nothing else: `StepDef::writes_again`.
+/// Whether a backward step does nothing but re-emit (`StepDef::writes_again`).
 bool only_writes_again(const Step& step, const std::vector<OperandTable>& operands);
 
-/// Visits the reads, by place, that a step of backward has only for what it writes again.
+/// Visits the indices of the reads that a backward step has only in order to re-emit.
 template <typename Visit>
 void for_each_read_to_reemit(const Step& step, const std::vector<OperandTable>& operands,
                              Visit&& visit) {
@@ -30,26 +30,26 @@ void for_each_read_to_reemit(const Step& step, const std::vector<OperandTable>& 
   });
 }
 
-/// Decides for each forward value that a backward step could write again whether it does: exactly
-/// where some other step reads it and none of those is needed to get to the writer, whatever
-/// gradients are asked for. All other such writes, and what is read only for them, become absent.
+/// Decides for each forward value that a backward step could re-emit whether it does. It does if
+/// another step reads the value and no reader must run before the writer, whichever gradients are
+/// requested. All other re-emits, and the reads that only they need, become absent.
 ///
-/// Where the source of quantized codes is there in backward, written again or kept for another
-/// step, backward quantizes it again, to the same bits, instead of having the codes kept. The same
-/// where the source is among `asked`, with what each of these is a cast of.
+/// If the source of codes exists in backward, because it is re-emitted or kept for another step,
+/// backward quantizes it to the same bits instead of having the codes kept. It does so as well if
+/// the source is in `asked`, and then also computes the casts of these values that the quantization
+/// reads.
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
                       const std::vector<OperandTable>& operands, const Values& asked);
 
-/// Orders steps so that each runs after those that write what it reads, and keeps its place among
-/// those that mutate what it reads or mutates: no step passes another one that mutates what it
-/// looks at. Otherwise in the order given, but what a step starts it starts as early as it can, and
-/// waits for as late as it can, so that others stand between.
+/// Orders the steps: each runs after the writers of what it reads, and no step passes another that
+/// mutates a value which either reads or mutates. Otherwise the given order stays, except that a
+/// step which starts a collective runs as early as it can and one which waits as late as it can, so
+/// that other steps stand between.
 void schedule(Steps& steps);
 
-/// Values that forward must leave behind: read by a backward step that will run, and not written by
-/// one. No op decides this; it is derived, so a frozen weight or a fused neighbour changes it
-/// without touching an op.
+/// The values that forward must keep: some backward step reads them and none writes them. No op
+/// decides this, so a frozen weight or a fused neighbour changes it without a change of an op.
 Values values_from_forward(const Steps& backward, const Values& output_gradients);
 
 }  // namespace tandem

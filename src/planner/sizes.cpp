@@ -19,10 +19,11 @@ namespace tandem {
 
 namespace {
 
-/// Two numbers of rows, which every block of a format divides: what differs grows with them.
+/// Two numbers of rows, multiples of every block of a format. The difference between both
+/// measurements is what grows with rows.
 constexpr int64_t kFewRows = 1024, kManyRows = 2048;
 
-/// No mode, transform or tracer of this thread sees what runs meanwhile.
+/// Hides the steps that run here from modes, transforms and tracers of this thread.
 class Unseen {
  public:
   Unseen()
@@ -36,16 +37,16 @@ class Unseen {
   c10::NoGradGuard no_grad_;
 };
 
-/// Whether an argument has another number of dimensions than x and as many elements in its first
-/// one as x has rows, which may be the number of features of some value too.
+/// Whether a first size is ambiguous: it grows with the main input's, and the argument has another
+/// number of dimensions, so it may be rows or a number of features.
 bool may_be_rows(const std::vector<int64_t>& sizes, const std::vector<int64_t>& x) {
   return !sizes.empty() && sizes[0] < 0 && sizes.size() != x.size();
 }
 
 class Measurement {
  public:
-  /// `grows`: a bit for each extra input that may_be_rows, in their order: whether it is rows, and
-  /// not broadcast features.
+  /// `grows`: one bit per argument with an ambiguous first size, in their order; set if it is rows,
+  /// not set if it is broadcast features.
   Measurement(const Description& description, const Draft& draft, const PlanKey& key, int64_t rows,
               uint64_t grows)
       : description_(description),
@@ -63,7 +64,7 @@ class Measurement {
       const bool is_unclear = may_be_rows(own, sizes[0]);
       if (!own.empty() && own[0] < 0) {
         const bool is_first = own[0] == PlanKey::kGrowsAsFirst;
-        own[0] = is_unclear && (grows & 1) == 0 ? 1  // features broadcast, whatever their number
+        own[0] = is_unclear && (grows & 1) == 0 ? 1  // broadcast features, whatever their number
                  : is_first                     ? rows
                                                 : all_rows;
       }
@@ -85,7 +86,7 @@ class Measurement {
 
   void run() {
     for (const Step& step : draft_.forward) {
-      run(Step(step));  // a copy: what a step was computed by is not known by this
+      run(Step(step));  // a copy, so that `taken` of the plan's step does not change
       flops_.push_back(flops_of(step));
     }
     for (size_t v = 0; v < draft_.types.size(); ++v) {
@@ -107,7 +108,7 @@ class Measurement {
     for (size_t v = 0; v < draft.types.size(); ++v) {
       const size_t count = tensors_per_value(draft.types[v]);
       slots.push_back(
-          static_cast<uint32_t>(count == 0 ? v : slots_));  // others have places by value
+          static_cast<uint32_t>(count == 0 ? v : slots_));  // without tensors: the value's number
       slots_ += count;
     }
     return slots;
@@ -176,7 +177,8 @@ class Measurement {
         frame_.tensor(value) = empty(x.sizes(), draft_.dtype(value));
   }
 
-  /// Of the products that a step covers: two for each number of x and row of the weight.
+  /// Operations of the products that a step covers: two for each element of x and row of the
+  /// weight.
   double flops_of(const Step& step) {
     double flops = 0;
     for (const Part& part : step.covers) {
@@ -210,7 +212,7 @@ bool has_rows(const PlanKey& key) {
   return !sizes.empty() && !sizes[0].empty() && sizes[0][0] == PlanKey::kGrowsAsFirst;
 }
 
-/// Whether an input leads to each value. What comes from parameters alone has no rows.
+/// By value: whether it depends on an input. Values of parameters alone have no rows.
 std::vector<bool> values_behind_inputs(const Draft& draft) {
   std::vector<bool> behind(draft.types.size());
   for (const Value input : draft.inputs) behind[index_of(input)] = true;
@@ -241,7 +243,7 @@ PerRow measured(const Description& description, const PlanKey& key, const Draft&
     for (size_t v = 0; v < result.bytes.size(); ++v)
       if (!behind[v]) result.bytes[v] = 0;
   }
-  // Without rows there are no bytes of them.
+  // Avoids a division by zero if there are no rows.
   for (auto* list : {&result.bytes, &result.flops})
     for (double& number : *list) number /= std::max(rows, 1.0);
   return result;
@@ -256,7 +258,7 @@ PerRow measure(const Description& description, const PlanKey& key, const Draft& 
   const auto sizes = key.sizes();
   const auto unclear = static_cast<int>(
       std::ranges::count_if(sizes, [&](const auto& own) { return may_be_rows(own, sizes[0]); }));
-  // All of them are rows, or only some are, or none is. Few pipelines have more than two.
+  // Tries all as rows, then with some or all of them as features. Few pipelines have more than two.
   constexpr int kMostTried = 6;
   const uint64_t all = (uint64_t{1} << std::min(unclear, kMostTried)) - 1;
   for (uint64_t dropped = 0;; ++dropped) try {

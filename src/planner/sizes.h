@@ -1,5 +1,5 @@
-// How large the values of a plan are and how much its steps compute, from shapes alone: what a
-// memory budget is weighed by.
+// The sizes of a plan's values and the operations of its steps, from shapes alone. A memory budget
+// weighs choices by them.
 #pragma once
 
 #include <vector>
@@ -9,18 +9,19 @@
 
 namespace tandem {
 
-/// Per row of the main input, of what grows with its rows: a seed, a scale of a tensor, and what is
-/// made of parameters alone take nothing. Under a key with all sizes, what a row has of everything.
+/// Sizes and operations per row of the main input, counting only what grows with its rows: seeds,
+/// scales of whole tensors and values of parameters alone count as 0. Under a key with all sizes
+/// (SizesInKey::all), everything counts, divided by the rows.
 struct PerRow {
-  /// By value. What user code saves is known to nobody before it runs, and takes nothing; its
-  /// results are taken to be as wide as its main operand.
+  /// By value. What user code saves is unknown before it runs and counts as 0; its results are
+  /// taken to be as wide as its main operand.
   std::vector<double> bytes;
-  /// By step of forward: those of products.
+  /// By forward step: the operations of products.
   std::vector<double> flops;
 };
 
-/// Runs the steps of `draft.forward` on tensors without memory, of the sizes in `key`. Throws
-/// c10::NotImplementedError where a step cannot run so.
+/// Runs the steps of `draft.forward` on tensors without memory, with the sizes in `key`. Throws
+/// c10::NotImplementedError if a step cannot run without data.
 PerRow measure(const Description& description, const PlanKey& key, const Draft& draft);
 
 }  // namespace tandem

@@ -8,7 +8,7 @@ namespace tandem {
 
 namespace {
 
-/// Resolves sums with undefined operands and drops steps that no defined gradient reaches.
+/// Resolves sums with undefined operands and drops steps that depend on an undefined gradient.
 class Slicing {
  public:
   Slicing(const Plan& plan, const BackwardMask& mask)
@@ -64,7 +64,7 @@ class Slicing {
  private:
   const Plan& plan_;
   std::vector<bool> is_defined_;
-  /// Written from a gradient, so undefined where that is.
+  /// Written from a gradient, and so undefined if that is undefined.
   std::vector<bool> from_gradient_;
   Values substitute_;
 };
@@ -99,7 +99,7 @@ std::shared_ptr<const BackwardPlan> slice_backward(const Plan& plan, const Backw
   fuse(steps, fusions.patterns, scope);
   sliced->steps = steps.take();
   check_coverage(parts, sliced->steps, "backward");
-  if (!fusions.groups.empty())  // sums that only the replaced steps read
+  if (!fusions.groups.empty())  // drop sums that only the replaced steps read
     drop_dead_steps(sliced->steps, plan.types, asked, is_asked);
   ValueSet stays = asked;
   stays.add(plan.workspaces);

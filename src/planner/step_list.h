@@ -1,5 +1,5 @@
-// A list of steps that fusions change, with an index of who reads and writes what: a change costs
-// what it touches, not the list.
+// A list of steps that fusions change. An index of readers and writers makes a change cost as much
+// as the steps it touches, not as the list.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -12,8 +12,8 @@
 
 namespace tandem {
 
-/// Steps at places that keep their order. A replaced step leaves an empty place, or its place to
-/// the step that replaces it.
+/// Steps at positions that keep their order. Replaced steps leave empty positions, but for the one
+/// that the replacing step takes.
 class StepList {
  public:
   using Places = std::vector<size_t>;
@@ -24,14 +24,14 @@ class StepList {
   bool has(size_t place) const { return is_there_[place]; }
   const Step& operator[](size_t place) const { return steps_[place]; }
 
-  /// Places of the steps that read, write or mutate a value, and of those that cover a part of an
-  /// op.
+  /// Positions of the steps that read, write or mutate a value, and of the steps that cover a part
+  /// of an op.
   Places readers(Value value) const;
   Places writers(Value value) const;
   Places mutators(Value value) const;
   Places of_op(size_t op) const;
 
-  /// Puts a step at `place`, one of the members, in place of all of them.
+  /// Replaces all members by one step at `place`, which is the position of a member.
   void replace(std::span<const size_t> members, size_t place, Step fused);
   /// The steps in order; the list is empty afterwards.
   Steps take();
@@ -46,7 +46,7 @@ class StepList {
 
   Steps steps_;
   std::vector<bool> is_there_;
-  // Entries of replaced steps stay: whoever asks looks at the step.
+  // Entries of replaced steps stay in the index; a look-up checks the step itself.
   Index readers_, writers_, of_op_;
   std::map<Value, std::vector<size_t>> mutators_;
 };

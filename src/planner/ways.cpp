@@ -24,13 +24,13 @@ BackwardBase::BackwardBase(const Steps& whole, const Draft& draft, const ValueSe
         candidates.push_back(value);
       value = Value::none;
     }
-    step.asked_by = s;  // a copy, that tells where it comes from
+    step.asked_by = s;  // marks the copy with the index of its original
   }
-  for (const Step& step : whole)  // what gathers again shall find what it reads at once
+  for (const Step& step : whole)  // keep what a gathering step reads, so that it can start at once
     if (only_writes_again(step, draft.operands))
       for (const Value value : step.reads) std::erase(candidates, value), writers.erase(value);
   ValueSet asked(draft.types.size(), {&draft.gradients});
-  for (const Step& step : steps)  // for steps of forward that run again
+  for (const Step& step : steps)  // recomputed forward steps may read joined parameters
     if (step.kind == StepKind::join) asked.add(step.writes);
   drop_dead_steps(steps, draft.types, asked, [](size_t) { return true; });
   for (const Step& step : steps) places.push_back(step.asked_by);
@@ -46,7 +46,7 @@ Ways::Ways(const BackwardBase& base, const Draft& draft, const PerRow& per_row,
       reruns_(draft.forward.size()),
       is_overwritten_(draft.types.size()),
       is_of_backward_(draft.types.size()) {
-  for (const Step& step : base.steps) is_of_backward_.add(step.writes);  // codes of gradients
+  for (const Step& step : base.steps) is_of_backward_.add(step.writes);
   for (const Step& step : draft.forward)
     if (step.kind != StepKind::refresh) is_overwritten_.add(step.mutates);
   std::vector<size_t> writer(draft.types.size(), npos);
@@ -62,13 +62,12 @@ Ways::Ways(const BackwardBase& base, const Draft& draft, const PerRow& per_row,
       }
   std::ranges::sort(needed_);
   needed_.erase(std::unique(needed_.begin(), needed_.end()), needed_.end());
-  for (size_t i = 0; i < items_.size(); ++i) complete(i);  // which adds items
+  for (size_t i = 0; i < items_.size(); ++i) complete(i);  // complete() may add items
   for (const Value value : base.candidates)
     if (item_of_[index_of(value)] != npos) candidates_.push_back(item_of_[index_of(value)]);
   find_successors();
 }
 
-/// What comes of it where of the items that are a choice those with `keep` are kept.
 Outcome Ways::outcome(const std::vector<bool>& keep) const {
   std::vector<bool> never(items_.size());
   for (;;) {
@@ -78,7 +77,7 @@ Outcome Ways::outcome(const std::vector<bool>& keep) const {
   }
 }
 
-/// The item of a value, made where it is none yet; npos for what backward has anyway.
+/// The item of a value, created at the first look-up; npos if backward has the value anyway.
 size_t Ways::item_for(Value value) {
   if (!exists(value)) return npos;
   size_t& known = item_of_[index_of(value)];
@@ -115,7 +114,7 @@ void Ways::complete(size_t index) {
   const Value value = items_[index].value;
   const size_t step = writer_[index_of(value)];
   const bool is_workspace =
-      step != npos && draft_.forward[step].kind == StepKind::refresh;  // never kept
+      step != npos && draft_.forward[step].kind == StepKind::refresh;  // a workspace is never kept
   items_[index].can_be_kept = step != npos && !is_workspace;
   if (step != npos && can_run_again(draft_.forward[step])) add_rerun(index, step);
   if (const auto writer = base_.writers.find(value); writer != base_.writers.end()) {
@@ -170,7 +169,7 @@ void Ways::find_successors() {
       for (const size_t item : reruns_[step].reads) rerun_readers_[item].push_back(step);
 }
 
-/// Decides for all that is needed, from what backward reads on.
+/// Chooses a way for every needed item, starting from what backward reads.
 bool Ways::spread(const std::vector<bool>& keep, const std::vector<bool>& never,
                   Outcome& found) const {
   found.ways.assign(items_.size(), Way::unneeded);
@@ -203,8 +202,8 @@ bool Ways::spread(const std::vector<bool>& keep, const std::vector<bool>& never,
   return true;
 }
 
-/// Whether everything that is written again is so before it is read. The first that is not is
-/// noted in `never`.
+/// Whether every re-emitted value is written before it is read. Notes the first that is not in
+/// `never`.
 bool Ways::is_in_order(const Outcome& found, std::vector<bool>& never) const {
   is_accepted_.assign(items_.size(), false);
   for (const size_t i : candidates_) {
@@ -230,7 +229,7 @@ bool Ways::is_in_order(const Outcome& found, std::vector<bool>& never) const {
   return true;
 }
 
-/// Whether the step that would write an item again comes only after one that reads it.
+/// Whether the step that would re-emit an item can run only after a reader of the item.
 bool Ways::waits_for_reader(size_t index, const Outcome& found) const {
   const size_t writer = items_[index].writer, steps = base_.steps.size();
   std::vector<bool> seen(steps + reruns_.size());

@@ -1,5 +1,5 @@
-// The ways in which backward can get what it reads of forward: kept, written again, or made by
-// steps of forward that run again; and what each costs.
+// How backward can get each forward value that it reads: kept, re-emitted by a backward step, or
+// recomputed by a forward step; and what each choice costs.
 #pragma once
 
 #include <algorithm>
@@ -12,51 +12,52 @@
 
 namespace tandem {
 
-/// Backward without what it may write again, and who may.
+/// Backward without its optional re-emits, and the steps that could do them.
 struct BackwardBase {
   struct Writer {
-    /// Place in the whole backward.
+    /// Index in the whole backward.
     size_t step = npos;
-    /// By a step that does nothing else.
+    /// Whether the step does nothing but re-emit.
     bool is_apart = false;
-    /// What it reads for that.
+    /// What the step reads only in order to re-emit.
     Values reads;
   };
-  /// The steps that run in any case, and their places in the whole backward.
+  /// The steps that run in any case, and their indices in the whole backward.
   Steps steps;
   std::vector<size_t> places;
   std::map<Value, Writer> writers;
-  /// Of `writers`, in the order in which backward decides.
+  /// The keys of `writers`, in the order in which backward decides about them.
   Values candidates;
 
-  /// `never_again`: what is not written again whoever could.
+  /// `never_again`: values that must not be re-emitted.
   BackwardBase(const Steps& whole, const Draft& draft, const ValueSet& never_again);
 };
 
-/// A value of forward that backward may want, and the ways in which it may get it.
+/// A value of forward that backward may read, and how backward can get it.
 struct Item {
   Value value = Value::none;
   double bytes = 0;
-  /// That forward writes, so that it can be kept.
+  /// Whether a forward step writes it into memory that may be kept.
   bool can_be_kept = false;
-  /// The step of forward that may run again for it.
+  /// The forward step that could recompute it; npos: none.
   size_t step = npos;
-  /// Among BackwardBase::steps; the step apart that writes it again has none.
+  /// The step among BackwardBase::steps that could re-emit it; npos: none, also if a step apart
+  /// re-emits it.
   size_t writer = npos;
   bool has_writer_apart = false;
-  /// Items that the writer reads for it.
+  /// Items that the writer reads only in order to re-emit this one.
   std::vector<size_t> writer_reads;
   /// Steps of the base that read it.
   std::vector<size_t> readers;
-  /// Taken without a choice: it takes no memory, or there is no other way.
+  /// Whether there is no choice: it takes no memory, or only one way exists.
   bool is_fixed = false;
 };
 
-/// A step of forward that may run again.
+/// A forward step that backward could run a second time.
 struct Rerun {
-  /// Items.
+  /// Indices of items.
   std::vector<size_t> reads, writes;
-  /// What it costs whatever it writes.
+  /// What it costs to run the step, whichever of its results are needed.
   double cost = 0, bytes = 0, flops = 0;
   bool is_view = false;
 };
@@ -66,22 +67,22 @@ enum class Way : uint8_t { unneeded, kept, written_again, written_apart, run_aga
 struct Outcome {
   bool is_possible = false;
   double bytes = 0, cost = 0;
-  /// By item.
+  /// The way chosen for each item.
   std::vector<Way> ways;
 };
 
-/// All ways to give backward what it reads, of a fused forward. Refers to its arguments.
+/// All choices for what backward reads, given a fused forward. Refers to its arguments.
 class Ways {
  public:
   Ways(const BackwardBase& base, const Draft& draft, const PerRow& per_row, double flops_per_byte);
 
   const std::vector<Item>& items() const { return items_; }
   const Rerun& rerun(size_t step) const { return reruns_[step]; }
-  /// Whether a step of backward reads it that runs in any case.
+  /// Whether a backward step that runs in any case reads the item.
   bool is_needed(size_t item) const { return std::ranges::binary_search(needed_, item); }
 
-  /// What comes of it where of the items that are a choice those with `keep` are kept. One thread
-  /// at a time.
+  /// The outcome if those of the items with a choice are kept for which `keep` is set. Use from one
+  /// thread at a time.
   Outcome outcome(const std::vector<bool>& keep) const;
 
  private:
@@ -103,9 +104,9 @@ class Ways {
   std::vector<Item> items_;
   std::vector<Rerun> reruns_;  // by step of forward
   ValueSet is_overwritten_, is_of_backward_;
-  std::vector<size_t> writer_;      // by value: the step of forward
+  std::vector<size_t> writer_;      // by value: the forward step that writes it
   std::vector<size_t> needed_;      // items that steps of backward read
-  std::vector<size_t> candidates_;  // items that may be written again, in the order of deciding
+  std::vector<size_t> candidates_;  // items that may be re-emitted, in the order of deciding
   std::vector<std::vector<size_t>> successors_, writes_again_;  // by base step
   std::vector<std::vector<size_t>> rerun_readers_;              // by item
   mutable std::vector<bool> is_run_, is_accepted_;
