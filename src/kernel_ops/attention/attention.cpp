@@ -28,7 +28,7 @@ Heads heads_of(const Args& args) {
   return {args.num_heads, args.num_kv_heads, args.head_dim};
 }
 
-/// What a mask broadcasts to: [..., num_heads, sequence, sequence].
+/// The sizes to which a mask broadcasts: [..., num_heads, sequence, sequence].
 c10::SymDimVector sizes_of_scores(const Tensor& x, const Heads& heads) {
   c10::SymDimVector sizes = sizes_of(x);
   const c10::SymInt length = x.sym_size(-2);
@@ -58,8 +58,8 @@ void check_attention(std::string_view op, const Args& args) {
                     ". Reshape it: a mask of keys alone is [batch, 1, 1, sequence].");
 }
 
-/// Queries [batch, num_kv_heads, per_key, sequence, head_dim], keys and values [batch,
-/// num_kv_heads, 1, sequence, head_dim], in the dtype of scores.
+/// The parts of x in the dtype of scores: queries [batch, num_kv_heads, per_key, sequence,
+/// head_dim], keys and values [batch, num_kv_heads, 1, sequence, head_dim].
 struct Parts {
   Parts(const Tensor& x, const Heads& heads) {
     const auto& [num_heads, num_kv_heads, head_dim] = heads;
@@ -74,7 +74,7 @@ struct Parts {
   Tensor query, key, value;
 };
 
-/// Of heads side by side, [batch, num_kv_heads, per_key, sequence, head_dim], and back.
+/// Heads that lie side by side as [batch, num_kv_heads, per_key, sequence, head_dim], and back.
 Tensor by_head(const Tensor& y, const Heads& heads, at::ScalarType dtype) {
   return y.to(dtype)
       .reshape_symint({rows_of(y, 2), y.sym_size(-2), heads.num_kv_heads, heads.per_key(),
@@ -85,15 +85,15 @@ Tensor side_by_side(const Tensor& y) { return y.permute({0, 3, 1, 2, 4}).flatten
 
 struct Scores {
   Tensor masked;
-  /// Rows without any score: -infinity alone.
+  /// Rows in which every score is -infinity.
   Tensor is_empty() const { return (masked == kNever).all(-1, /*keepdim=*/true); }
-  /// What each key has of the sum, from the scores themselves: next to a mask of -1e6 their
-  /// logsumexp has lost the number of keys.
+  /// The softmax of the scores. It is computed from the scores and not from the logsumexp, which
+  /// has lost the number of keys if a mask adds -1e6 to all of them.
   Tensor shares() const {
-    const Tensor none = is_empty();  // computed as a row of zeros, so that nothing is NaN
+    const Tensor none = is_empty();  // zeros in such a row avoid NaN
     return at::softmax(masked.masked_fill(none, 0), -1).masked_fill(none, 0);
   }
-  /// The factor of gradients that the cap is; undefined without one.
+  /// The derivative of the soft cap; undefined without a cap.
   Tensor slope;
 };
 
@@ -102,7 +102,7 @@ double scale_of(const Args& args) {
   return args.scale != 0 ? args.scale : 1 / std::sqrt(static_cast<double>(args.head_dim));
 }
 
-/// [batch, num_kv_heads, per_key, sequence, sequence]
+/// The scores [batch, num_kv_heads, per_key, sequence, sequence].
 template <typename Args>
 Scores scores_of(const Args& args, const Parts& parts) {
   const Heads heads = heads_of(args);

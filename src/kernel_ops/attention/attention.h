@@ -1,4 +1,4 @@
-// Attention over heads that lie side by side.
+// Attention over heads that lie side by side in the last dimension.
 #pragma once
 
 #include "kernel_ops/attention/heads.h"
@@ -6,19 +6,19 @@
 
 namespace tandem::kernel_ops {
 
-/// Of each query q and its keys k and values v, scores = scale q k^T, capped as
-/// soft_cap tanh(scores / soft_cap) where soft_cap is not 0; -infinity where a boolean mask is
-/// false and, if is_causal, at keys behind the query; plus a mask of numbers. Then
+/// For each query q with its keys k and values v, scores = scale q k^T; if soft_cap is not 0, they
+/// become soft_cap tanh(scores / soft_cap). They are -infinity where a boolean mask is false and,
+/// if is_causal, at keys after the query; a mask of numbers is added. Then
 ///   logsumexp = log(sum over keys of exp(scores))
 ///   y = sum over keys of exp(scores - logsumexp) v
-/// and y = 0 where all scores are -infinity. A scale of 0 means 1 / sqrt(head_dim).
+/// and y = 0 if all scores are -infinity. A scale of 0 means 1 / sqrt(head_dim).
 ///
 /// Shapes:  x [..., sequence, features] as Heads says; mask broadcasts to [..., num_heads,
 ///          sequence, sequence]; y [..., sequence, num_heads head_dim], logsumexp [..., sequence,
 ///          num_heads].
-/// Dtypes:  y as x; mask of booleans or of any floating dtype; logsumexp float32, float64 where x
-///          is; scores and their sums are in its dtype.
-/// Memory:  by flash attention, blocks of scores; by the reference, all scores.
+/// Dtypes:  y as x; mask of booleans or of any floating dtype; logsumexp, scores and their sums in
+///          float32, float64 if x is float64.
+/// Memory:  flash attention holds blocks of scores; the reference holds all scores.
 /// Throws:  c10::ValueError for other shapes, c10::TypeError for other dtypes.
 /// Source:  Vaswani et al. 2017, arXiv:1706.03762; heads that share keys: Ainslie et al. 2023,
 ///          arXiv:2305.13245; soft cap: Gemma Team 2024, arXiv:2408.00118.
@@ -39,7 +39,7 @@ struct AttentionForward {
   static Results<2> reference(const Args& args);
 };
 
-/// The gradients of x and of a mask of numbers. `y` and `logsumexp` are what forward returned.
+/// The gradients of x and of a mask of numbers. `y` and `logsumexp` are the results of forward.
 struct AttentionBackward {
   static constexpr const char* kName = "attention_backward";
   enum Result : size_t { grad_x, grad_mask };

@@ -1,4 +1,4 @@
-// Attention by torch's flash attention, which reads heads where they lie in x.
+// Attention by torch's flash attention, which reads the heads in place from x.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
@@ -13,7 +13,7 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// A tensor as [batch, heads, sequence, head_dim], contiguous within a head.
+/// A tensor viewed as [batch, heads, sequence, head_dim], contiguous within a head.
 Tensor heads_in(const Tensor& tensor, int64_t head_dim) {
   const int64_t length = tensor.size(-2), all = tensor.size(-1);
   const Tensor rows = tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
@@ -21,7 +21,7 @@ Tensor heads_in(const Tensor& tensor, int64_t head_dim) {
       .transpose(1, 2);
 }
 
-/// Queries, keys and values.
+/// Views of queries, keys and values.
 template <typename Args>
 std::array<Tensor, 3> parts_in(const Tensor& x, const Args& args) {
   const Tensor all = heads_in(x, args.head_dim);
@@ -29,7 +29,7 @@ std::array<Tensor, 3> parts_in(const Tensor& x, const Args& args) {
           all.narrow(1, args.num_heads + args.num_kv_heads, args.num_kv_heads)};
 }
 
-/// As numbers that are added, of four dimensions, in the dtype of x or that of scores.
+/// The mask as numbers to add, with four dimensions, in the dtype of x or of the scores.
 template <typename Args>
 std::optional<Tensor> added_mask(const Args& args) {
   if (!args.mask) return std::nullopt;
@@ -42,7 +42,7 @@ std::optional<Tensor> added_mask(const Args& args) {
                               : statistics(args.x.scalar_type()));
   while (mask.dim() < 4) mask = mask.unsqueeze(0);
   if (args.x.dim() <= 3) return mask;
-  // Several dimensions of batches are one here.
+  // Several batch dimensions become one.
   c10::DimVector sizes(args.x.sizes().begin(), args.x.sizes().end());
   const int64_t length = args.x.size(-2);
   sizes.pop_back();

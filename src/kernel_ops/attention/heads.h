@@ -1,5 +1,5 @@
-// Queries, keys and values as one product makes them: side by side in the last dimension, a head
-// behind the other.
+// The layout in which one product writes queries, keys and values: head by head, side by side in
+// the last dimension.
 #pragma once
 
 #include <string_view>
@@ -8,8 +8,9 @@
 
 namespace tandem::kernel_ops {
 
-/// How x [..., sequence, (num_heads + 2 num_kv_heads) head_dim] lies: num_heads queries, then as
-/// many keys as values. num_heads / num_kv_heads queries, which stand together, share a key.
+/// The layout of x [..., sequence, (num_heads + 2 num_kv_heads) head_dim]: num_heads queries, then
+/// num_kv_heads keys, then num_kv_heads values. Each num_heads / num_kv_heads adjacent queries
+/// share a key.
 struct Heads {
   int64_t num_heads, num_kv_heads, head_dim;
 
@@ -17,9 +18,9 @@ struct Heads {
   int64_t per_key() const { return num_heads / num_kv_heads; }
 };
 
-/// Throws c10::ValueError, in the name of `op`, unless there are heads of which num_kv_heads
-/// divides num_heads, and x has a dimension of positions before that of all heads; c10::TypeError
-/// unless x has a floating dtype.
+/// Throws c10::ValueError, in the name of `op`, unless the numbers of heads are positive,
+/// num_kv_heads divides num_heads, and x has a dimension of positions before the last one, which
+/// must hold all heads; c10::TypeError unless x has a floating dtype.
 void check_heads(std::string_view op, const Tensor& x, const Heads& heads);
 
 /// The sizes of x with `last` in place of its last dimension.

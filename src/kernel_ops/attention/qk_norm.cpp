@@ -14,7 +14,7 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// Weights are as long as a head.
+/// The heads of x, whose head_dim is the length of a weight.
 template <typename Args>
 Heads heads_of_weights(const Args& args) {
   return {args.num_heads, args.num_kv_heads,
@@ -33,13 +33,13 @@ void check_qk_norm(std::string_view op, const Args& args) {
   check_heads(op, args.x, heads_of_weights(args));
 }
 
-/// A head as a row: [..., heads, head_dim] of queries and keys, in `dtype`.
+/// The queries and keys as rows [..., heads, head_dim], in `dtype`.
 Tensor normed_part(const Tensor& x, const Heads& heads, at::ScalarType dtype) {
   return x.reshape_symint(with_last(x, {heads.all(), heads.head_dim}))
       .narrow(-2, 0, heads.num_heads + heads.num_kv_heads)
       .to(dtype);
 }
-/// `part`, in the dtype of `like`, in the place of its queries and keys.
+/// The tensor `like` with its queries and keys replaced by `part`.
 Tensor with_values(const Tensor& part, const Tensor& like, const Heads& heads) {
   const int64_t count = heads.num_heads + heads.num_kv_heads;
   return at::cat({part.flatten(-2).to(like.scalar_type()),
@@ -47,7 +47,7 @@ Tensor with_values(const Tensor& part, const Tensor& like, const Heads& heads) {
                  -1);
 }
 
-/// [heads, head_dim] of queries and keys.
+/// The gamma of each head of queries and keys, [heads, head_dim].
 template <typename Args>
 Tensor gammas_of(const Args& args, at::ScalarType dtype) {
   const Heads heads = heads_of_weights(args);
@@ -60,7 +60,7 @@ Tensor inv_rms_of(const Tensor& part, double eps) {
   return at::rsqrt((part * part).mean(-1, /*keepdim=*/true) + eps);
 }
 
-/// What gammas are multiplied with.
+/// x_hat as it is multiplied by gamma: rounded to the dtype of x if `rounds_before_weight`.
 template <typename Args>
 Tensor rounded(const Tensor& x_hat, const Args& args) {
   return args.rounds_before_weight ? x_hat.to(args.x.scalar_type()).to(x_hat.scalar_type()) : x_hat;
@@ -79,7 +79,8 @@ kernels::cpu::QkNorm kernel_arguments(const Args& args, const RowsIn& x, const V
                       .rounds_before_weight = args.rounds_before_weight}};
 }
 
-/// Sums over rows and over `count` heads from `first` on, like weight.
+/// Sums over rows and over `count` heads that begin at `first`, with the shape and dtype of
+/// `weight`.
 Tensor sums_of_heads(const Tensor& part, int64_t first, int64_t count, const Tensor& weight) {
   const Tensor rows = part.narrow(-2, first, count).flatten(0, -2);
   return rows.sum(0).to(weight.scalar_type());

@@ -6,13 +6,15 @@
 
 namespace tandem::kernel_ops {
 
-/// y = head / sqrt(mean(head^2) + eps) * gamma for each head of queries and of keys; gamma =
-/// query_weight for queries, key_weight for keys, or 1 + these; values are copied. Where
-/// `rounds_before_weight`, what gamma is multiplied with is rounded to the dtype of x.
+/// y = head / sqrt(mean(head^2) + eps) * gamma for each head of queries and keys; values are
+/// copied. gamma is query_weight for queries and key_weight for keys, plus 1 if
+/// zero_centered_gamma. If `rounds_before_weight`, the factor of gamma is rounded to the dtype of
+/// x.
 ///
-/// Shapes:  x as Heads says, with the head_dim that weights have; query_weight, key_weight
-///          [head_dim] -> y like x.
-/// Dtypes:  any floating one each; arithmetic in float32, float64 where x is, rounded once; y as x.
+/// Shapes:  x as Heads says, with the head_dim of the weights; query_weight, key_weight [head_dim]
+///          -> y like x.
+/// Dtypes:  any floating dtype for each; arithmetic in float32, float64 if x is float64, rounded
+///          once; y as x.
 /// Error:   at most 8 float32 ULP from float64 (test QkNorm), then the one rounding.
 /// Throws:  c10::ValueError for other shapes, c10::TypeError for other dtypes.
 /// Source:  Henry et al. 2020, arXiv:2010.04245, with the norm of Zhang and Sennrich 2019,
@@ -35,14 +37,14 @@ struct QkNormForward {
   static Results<1> reference(const Args& args);
 };
 
-/// The gradient of QkNormForward: with x_hat = head inv_rms, inv_rms = 1 / sqrt(mean(head^2) + eps)
-/// computed again and g = grad_y gamma,
+/// The gradient of QkNormForward. With inv_rms = 1 / sqrt(mean(head^2) + eps) recomputed, x_hat =
+/// head inv_rms and g = grad_y gamma,
 ///   grad_x = inv_rms (g - x_hat mean(g x_hat)) of heads of queries and keys, grad_y of values,
-///   grad_query_weight, grad_key_weight = the sums over rows and heads of grad_y x_hat, rounded
-/// where forward rounds it.
+///   grad_query_weight, grad_key_weight = sums over rows and heads of grad_y x_hat, where x_hat is
+///   rounded if forward rounds it.
 ///
 /// Shapes:  grad_y, grad_x like x; gradients of weights like these.
-/// Dtypes:  gradients as what they are of; sums in float32, float64 where x is.
+/// Dtypes:  each gradient as its operand; sums in float32, float64 if x is float64.
 struct QkNormBackward {
   static constexpr const char* kName = "qk_norm_backward";
   enum Result : size_t { grad_x, grad_query_weight, grad_key_weight };

@@ -17,7 +17,7 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// 0, 1, ... in float32.
+/// 0, 1, ..., count - 1 in float32.
 Tensor counted(const Tensor& like, const c10::SymInt& count) {
   return like.new_ones_symint({count}, like.options().dtype(at::kFloat)).cumsum(0) - 1;
 }
@@ -27,7 +27,7 @@ struct Tables {
   Tensor cosines, sines;
 };
 
-/// [..., features], which broadcast to the rows of x.
+/// Tables [..., features] that broadcast to the rows of x.
 Tables tables_of(const Rotary::Args& args, at::ScalarType dtype) {
   if (args.cosines) return {args.cosines->to(dtype), args.sines->to(dtype)};
   const Tensor positions = counted(args.x, args.x.sym_size(-2));
@@ -37,8 +37,8 @@ Tables tables_of(const Rotary::Args& args, at::ScalarType dtype) {
   return {angles.cos(), angles.sin()};
 }
 
-/// A table that broadcasts to the rows of x as [n, features] in row-major order, of which row r % n
-/// is that of row r of x: without copies where it is the same for all of the first dimensions.
+/// A table [n, features] such that row r of x, in row-major order, uses row r % n of it. It is not
+/// copied if it is equal for all of x's first dimensions.
 Tensor repeating(Tensor table, at::IntArrayRef rows) {
   while (table.dim() > 1 && table.size(0) == 1) table = table.select(0, 0);
   const auto own = table.sizes().slice(0, table.dim() - 1);

@@ -7,8 +7,8 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// Boxed: the schemas say `str group_name` up to some torch, and any object since; boxed takes a
-///        text in both.
+/// Calls a collective boxed: the type of `group_name` in its schema is str or any object, depending
+/// on torch's version, and a boxed call takes a text for both.
 template <typename... Args>
 at::Tensor call(const char* name, const Args&... args) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});

@@ -1,35 +1,34 @@
-// Collectives over a process group: each is started, and waited for later. The ops are torch's
-// functional collectives, so that compilers, tracing and gloo, NCCL, ... are the same as
-// everywhere.
+// Collectives over a process group. Each is started by one function and waited for by another. They
+// are torch's functional collectives, so compilers, tracing and every backend treat them as usual.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
 
 namespace tandem::kernel_ops {
 
-/// Who takes part.
+/// The ranks that take part in a collective.
 struct ProcessGroup {
-  /// As torch.distributed knows it.
+  /// The group's name in torch.distributed.
   std::string name;
   int64_t size = 1;
 };
 
-/// Each gives a tensor that holds its numbers once `wait` has returned it, on every rank of the
-/// group in the same order. x [rows, ...]:
+/// Start a collective. The returned tensor holds its numbers once `wait` has returned it. All ranks
+/// of the group must start their collectives in one order. For x [rows, ...] the results are
 ///
-/// all_gather:      [size * rows, ...], those of rank 0 first
-/// reduce_scatter:  [rows / size, ...], the rank's rows of the sum over ranks. Throws
-/// c10::ValueError unless size divides rows.
-/// all_reduce:      [rows, ...], the sum over ranks
-/// all_reduce_max:  [rows, ...], the largest over ranks
+///   all_gather      [size * rows, ...], the rows of rank 0 first
+///   reduce_scatter  [rows / size, ...], this rank's rows of the sum over ranks; throws
+///                   c10::ValueError unless size divides rows
+///   all_reduce      [rows, ...], the sum over ranks
+///   all_reduce_max  [rows, ...], the maximum over ranks
 at::Tensor start_all_gather(const at::Tensor& x, const ProcessGroup& group);
 at::Tensor start_reduce_scatter(const at::Tensor& x, const ProcessGroup& group);
 at::Tensor start_all_reduce(const at::Tensor& x, const ProcessGroup& group);
 at::Tensor start_all_reduce_max(const at::Tensor& x, const ProcessGroup& group);
 at::Tensor wait(const at::Tensor& started);
 
-/// start_all_gather where backward wants again what forward has let go. `behind`, a gradient, keeps
-/// compilers from taking the two for one and the result of the first from being kept.
+/// start_all_gather in backward, of what forward has gathered and not kept. Reading the gradient
+/// `behind` stops compilers from merging both gathers, which would keep the first result alive.
 struct AllGatherAgain {
   static constexpr const char* kName = "all_gather_again";
   static constexpr std::array kResults{"started"};

@@ -22,7 +22,7 @@ uint64_t key_of(const Tensor& seed) {
   return static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
 }
 
-/// x + bias (+ extra).
+/// The spec of x + bias (+ extra).
 ResultSpec sum_spec(const Tensor& x, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& extra) {
   if (bias) check_last_dim("bias", x, *bias, "bias");
@@ -70,8 +70,9 @@ void SumRows::cpu(const Args& args, std::span<Tensor> results) {
   if (!codes) return kernels::cpu::sum_rows(rows, totals);
   const Group group = group_of<SumRows>(results);
   const ScalingDef& scaling = *codes.quantizer->scaling;
-  // Where one scale is found from all of x, that is read once more for the codes anyway, and one
-  // after the other is as fast. Rows with gaps are read where they lie.
+  // If one scale is computed from all of x, x is read a second time for its codes anyway, and
+  // separate passes are as fast. Rows with gaps also take separate passes, which read them in
+  // place.
   const bool finds_one_scale =
       codes.quantizer->format->layout.applies_at_end && !scaling.takes_scale;
   if (finds_one_scale || !x.is_contiguous()) {

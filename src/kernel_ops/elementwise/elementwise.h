@@ -26,8 +26,7 @@ struct AddBias {
 };
 
 /// sums[c] = sum over all rows of x[..., c], in float32, rounded once to `dtype`: the gradient of a
-/// bias. With codes of x, x is read once where blocks have scales of their own or the scale is
-/// given.
+/// bias. If codes of x are requested, x is read once, unless one scale is computed from all of x.
 ///
 /// Shapes: x [..., cols] -> sums [cols].
 struct SumRows {
@@ -65,10 +64,10 @@ struct ScaleRows {
   static Results<2> reference(const Args& args);
 };
 
-/// y = dropout(x + bias) + extra in float32 or wider, rounded once; dropout(x) = x / (1 - p) where
-/// an element is kept, which Philox4x32-10 says, keyed by `seed` and counted by the linear index:
-/// one seed, one mask, on every device and thread count. The gradient of dropout is the same op on
-/// grad_y with the same seed.
+/// y = dropout(x + bias) + extra in float32 or wider, rounded once. dropout(x) = x / (1 - p) for
+/// kept elements and 0 for others. Philox4x32-10, keyed by `seed` and counted by the linear index,
+/// decides which elements are kept: one seed gives one mask on every device and thread count. The
+/// gradient of dropout is dropout of grad_y with the seed of forward.
 ///
 /// Shapes: x [..., cols], bias [cols], seed int64 with one element, extra like x -> y like x, in
 ///         the promoted dtype. 0 <= p <= 1; p = 1 keeps nothing.
@@ -110,8 +109,8 @@ struct DropoutBackward {
   static Results<2> reference(const Args& args);
 };
 
-/// y = x, as numbers that are there no earlier than `gradient`: what backward computes again from
-/// them, no compiler takes for what forward has computed from x.
+/// y = x, as a value that depends on `gradient`. Backward recomputes from y, so that no compiler
+/// merges the recomputation with forward's computation from x.
 ///
 /// Shapes: x any, gradient any -> y like x.
 struct Behind {

@@ -17,7 +17,7 @@ namespace {
 
 void let_go(void* memory) { delete static_cast<at::Tensor*>(memory); }
 
-/// What a piece is a part of: the tensor that `lay_together` has made, else itself.
+/// The tensor that owns a piece's memory: the one that `laid_together` allocated, else the piece.
 const at::Tensor& memory_of(const at::Tensor& piece) {
   const c10::DataPtr& data = piece.storage().data_ptr();
   return data.get_deleter() == &let_go ? *static_cast<const at::Tensor*>(data.get_context())
@@ -28,7 +28,8 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-/// Along which dimension scales go with rows, and how many of these have one in common; 0: all.
+/// `dim`: the dimension of scales that grows with a matrix's rows; `rows`: how many rows share a
+/// scale, 0 if all do.
 struct OfRows {
   int64_t dim = 0, rows = 0;
 };
@@ -131,7 +132,7 @@ at::Tensor joined_scales(at::TensorList scales, at::TensorList codes, const Quan
   const c10::SymInt missing = sizes[static_cast<size_t>(dim)] - all.sym_size(dim);
   if (missing == 0) return all;
   c10::SymDimVector padding(all.sym_sizes().begin(), all.sym_sizes().end());
-  padding[static_cast<size_t>(dim)] = missing;  // where a matrix has some behind its scales too
+  padding[static_cast<size_t>(dim)] = missing;  // a matrix may have padding after its scales too
   return at::cat({all, all.new_zeros_symint(padding)}, dim);
 }
 

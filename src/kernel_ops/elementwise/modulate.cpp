@@ -21,8 +21,8 @@ void check_broadcasts(const Tensor& x, const Tensor& vector, std::string_view na
       ". One row for each sequence of x [batch, sequence, hidden] is [batch, 1, hidden].");
 }
 
-/// Whether `vector` is as large as x in some first dimensions and has one element in those between
-/// them and the last: then all rows of x that share a row of it lie together.
+/// Whether `vector` equals x in its first dimensions and has one element in every other but the
+/// last: then the rows of x that share a row of it are adjacent.
 bool is_by_groups(const Tensor& x, const Tensor& vector) {
   if (vector.dim() == 0 || vector.size(-1) != x.size(-1)) return false;
   bool is_repeated = false;

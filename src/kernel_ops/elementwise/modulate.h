@@ -1,4 +1,4 @@
-// Modulation as kernel ops.
+// Modulation, x * (offset + scale) + shift, as kernel ops.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
@@ -28,9 +28,9 @@ struct Modulate {
   static Results<1> reference(const Args& args);
 };
 
-/// grad_x = grad_y * (offset + scale); grad_scale = sum of grad_y * x, and grad_shift = sum of
+/// grad_x = grad_y * (offset + scale); grad_scale = sum of grad_y * x and grad_shift = sum of
 /// grad_y, over the dimensions along which scale and shift were broadcast, in float32 or wider,
-/// each rounded once; y as `Modulate` writes it, to the bit.
+/// each rounded once; y bitwise as `Modulate` writes it.
 ///
 /// Shapes: grad_y like x; scale and shift such that they broadcast to x -> grad_x, grad_scale,
 ///         grad_shift like these, y like x.

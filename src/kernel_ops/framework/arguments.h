@@ -1,5 +1,5 @@
-// The arguments of a kernel op as a struct, and what follows from it: the arguments of its schema,
-// the types with which torch's dispatcher passes them, the tensors among them.
+// The arguments of a kernel op as a struct. Three things follow from it: the arguments of the op's
+// schema, the types with which torch's dispatcher passes them, and the list of its tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,8 +17,8 @@
 #include "quantization/formats/group.h"
 #include "quantization/formats/quantizer.h"
 
-/// Ends the `Args` of a kernel op, which are an aggregate: names its members once more, all of them
-/// and in their order. A schema calls its arguments by these names.
+/// Ends the `Args` of a kernel op, an aggregate: lists all members in their order. A schema calls
+/// its arguments by these names.
 #define TANDEM_ARGUMENTS(...)          \
   auto members() const {               \
     const auto& [__VA_ARGS__] = *this; \
@@ -34,9 +34,9 @@ namespace tandem::kernel_ops {
 
 using at::Tensor;
 
-/// The codes that a kernel op is asked for of one matrix that it makes or reads.
+/// The codes that a caller requests of one matrix that a kernel op computes or reads.
 struct AskedCodes {
-  /// Null: none.
+  /// nullptr: no codes are requested.
   const Quantizer* quantizer = nullptr;
   /// The scale or the seed that the quantizer takes, if it takes any (given_to).
   std::optional<Tensor> given = {};
@@ -45,27 +45,29 @@ struct AskedCodes {
   explicit operator bool() const { return quantizer != nullptr; }
 };
 
-/// In place of a result's number: the first tensor among the arguments.
+/// Stands for the first tensor among the arguments where a result's index is expected.
 inline constexpr size_t kFirstOperand = static_cast<size_t>(-1);
 
-/// A member of Args that asks for codes of result `kOf`, or of the first operand. Such a member is
-/// called "codes" or "<prefix>_codes" and stands behind the others. The op has a Group of seven
-/// more results for each. The dispatcher knows two overloads of such an op: the plain one has
-/// neither these members nor these results; the overload "codes" has `<name>_quantizer`,
-/// `<name>_given` and `<name>_wanted`, and all results. A result whose codes are asked for need not
-/// come to memory where it is masked out.
+/// A member of Args that requests codes of result `kOf`, or of the first operand. Such members are
+/// called "codes" or "<prefix>_codes" and stand after all others. For each, the op has a Group of
+/// seven more results.
+///
+/// The dispatcher knows two overloads of such an op. The default one has neither these members nor
+/// their results. The overload "codes" has `<name>_quantizer`, `<name>_given` and `<name>_wanted`
+/// for each, and all results. If a result is masked out, an implementation may write its codes
+/// without the result itself.
 template <size_t kOf>
 struct CodesOf : AskedCodes {
   static constexpr size_t kResult = kOf;
   CodesOf() = default;
-  CodesOf(AskedCodes asked)  // NOLINT(google-explicit-constructor): says of what they are asked
+  CodesOf(AskedCodes asked)  // NOLINT(google-explicit-constructor): kOf is the member's
       : AskedCodes(std::move(asked)) {}
 };
 
 namespace detail {
 
 /// How the dispatcher passes a member of Args: as arguments of the types `Dispatched`. `Member` is
-/// its type as an element of members(), without const.
+/// the member's type in members(), without const.
 template <typename Member>
 struct Passed {
   using Dispatched = std::tuple<Member>;
@@ -111,7 +113,7 @@ struct Passed<std::optional<Tensor>> {
   }
 };
 
-/// A tensor that the op writes where there is one: a member `std::optional<Tensor>&`.
+/// A tensor that the op writes if it is present: a member `std::optional<Tensor>&`.
 template <>
 struct Passed<std::optional<Tensor>&> : Passed<std::optional<Tensor>> {
   template <size_t kFirst, typename All>
@@ -142,7 +144,7 @@ struct Passed<at::OptionalSymIntArrayRef> {
   }
 };
 
-/// A quantizer is passed by its text.
+/// A quantizer is passed as its text.
 template <>
 struct Passed<Quantizer> {
   using Dispatched = std::tuple<std::string_view>;
@@ -154,7 +156,7 @@ struct Passed<Quantizer> {
   }
 };
 
-/// A quantizer that may be absent is passed by its text.
+/// A quantizer that may be absent is passed as its text.
 template <>
 struct Passed<const Quantizer*> {
   using Dispatched = std::tuple<std::optional<std::string_view>>;
@@ -190,7 +192,7 @@ inline constexpr bool kIsCodes = false;
 template <size_t kOf>
 inline constexpr bool kIsCodes<CodesOf<kOf>> = true;
 
-/// `Passed` for one of the two overloads: the plain one is passed no codes.
+/// `Passed` for one of the two overloads: the default one has no arguments for codes.
 template <typename Member, bool kWithCodes>
 struct PassedTo : Passed<Member> {};
 template <size_t kOf>
@@ -207,7 +209,8 @@ struct PassedTo<CodesOf<kOf>, false> {
 template <typename Element>
 inline constexpr bool kIsWritten =
     std::is_same_v<Element, Tensor&> || std::is_same_v<Element, std::optional<Tensor>&>;
-/// Element I of what members() returns, without const and, unless the op writes it, reference.
+/// The type of an element of members(), without const, and without reference unless the op writes
+/// it.
 template <typename Element>
 using MemberType = std::conditional_t<kIsWritten<Element>, Element, std::remove_cvref_t<Element>>;
 
@@ -222,7 +225,7 @@ struct MemberList<std::tuple<Element...>, kWithCodes> {
   using PassedAt = PassedTo<At<I>, kWithCodes>;
   using Dispatched = decltype(std::tuple_cat(
       std::declval<typename PassedTo<MemberType<Element>, kWithCodes>::Dispatched>()...));
-  /// Place among the arguments of the schema of the first one of each member.
+  /// By member: the index of its first argument in the schema.
   static constexpr std::array<size_t, kCount> kFirst = [] {
     constexpr std::array kSizes{
         std::tuple_size_v<typename PassedTo<MemberType<Element>, kWithCodes>::Dispatched>...};
@@ -244,7 +247,7 @@ C10_ALWAYS_INLINE void for_each_member(const Args& args, Function&& function) {
   std::apply([&](auto&... member) { (function(member), ...); }, args.members());
 }
 
-/// Calls `function(asked, index)` with the codes that are asked for, in order.
+/// Calls `function(asked, index)` for each member that may request codes, in order.
 template <typename Args, typename Function>
 C10_ALWAYS_INLINE void for_each_codes(const Args& args, Function&& function) {
   [[maybe_unused]] size_t index = 0;
@@ -262,7 +265,7 @@ void for_each_type(Function&& function) {
   (std::make_index_sequence<Members::kCount>());
 }
 
-/// Arguments as the dispatcher passes them.
+/// The arguments in the form in which the dispatcher passes them.
 template <bool kWithCodes, typename Args>
 auto dispatched_of(const Args& args) {
   return std::apply(
@@ -272,7 +275,7 @@ auto dispatched_of(const Args& args) {
       args.members());
 }
 
-/// Arguments from what the dispatcher has passed.
+/// Args from the arguments that the dispatcher has passed.
 template <typename Args, bool kWithCodes, typename Given>
 Args args_from(const Given& given) {
   using Members = MembersOf<Args, kWithCodes>;
@@ -282,7 +285,7 @@ Args args_from(const Given& given) {
   (std::make_index_sequence<Members::kCount>());
 }
 
-// Types as a schema spells them.
+// The spelling of each type in a schema.
 
 template <typename T>
 std::string schema_type(const T*) = delete;
@@ -303,7 +306,7 @@ std::string schema_type(const std::array<bool, N>*) {
   return "bool[" + std::to_string(N) + "]";
 }
 
-/// The first name of a list "a, b, c", which loses it.
+/// Removes the first name from a list "a, b, c" and returns it.
 inline std::string_view take_name(std::string_view& names) {
   const size_t end = names.find(',');
   const std::string_view name = names.substr(0, end);
@@ -311,13 +314,13 @@ inline std::string_view take_name(std::string_view& names) {
   return name;
 }
 
-/// The arguments of a schema. Those behind which nothing must be given default to nothing.
+/// The arguments of a schema. The trailing arguments that may be absent default to None.
 template <typename Args, bool kWithCodes>
 std::string schema_arguments() {
   using Members = MembersOf<Args, kWithCodes>;
   std::string_view names = Args::kMemberNames;
   std::array<std::string, Members::kCount> texts;
-  size_t needed = 0;  // members up to the last one that may not be left out
+  size_t needed = 0;  // members up to the last one that must be given
   char alias = 'a';
   const auto spell = [&]<size_t I>(std::integral_constant<size_t, I>) {
     using Member = typename Members::template At<I>;
@@ -343,7 +346,7 @@ std::string schema_arguments() {
   return all;
 }
 
-/// Calls `function(tensor)` for each tensor among the arguments, null for one that is absent.
+/// Calls `function(tensor)` for each tensor among the arguments, with nullptr for an absent one.
 template <typename Args, typename Function>
 C10_ALWAYS_INLINE void for_each_tensor(const Args& args, Function&& function) {
   for_each_member(args, [&](const auto& member) {

@@ -1,5 +1,5 @@
-// Checks of arguments that kernel ops share. Text: what was expected and where from, what came,
-// what to do.
+// Checks of arguments that kernel ops share. An error text says what was expected and where that
+// follows from, what was given, and what to do.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,11 +10,10 @@
 
 namespace tandem {
 
-/// What Python calls a dtype.
+/// The name of a dtype in Python.
 inline auto dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
-/// `tensor` must hold real numbers that torch does arithmetic on: what norms and dropout are
-/// defined for.
+/// `tensor` must have a dtype for which norms and dropout are defined.
 inline void check_floating(std::string_view op, const at::Tensor& tensor, std::string_view name) {
   const at::ScalarType dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(
@@ -23,7 +22,7 @@ inline void check_floating(std::string_view op, const at::Tensor& tensor, std::s
       dtype_name(dtype), ". Convert it before the call.");
 }
 
-/// Numbers that codes are decoded to.
+/// `dtype` must be one that codes can be dequantized to.
 inline void check_decoded_dtype(std::string_view op, at::ScalarType dtype) {
   TORCH_CHECK_TYPE(
       dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
@@ -55,7 +54,7 @@ inline void check_same_shape(std::string_view op, const at::Tensor& a, std::stri
                     a_name, " before the call.");
 }
 
-/// `statistic` must have one element per row of x, which is its last `row_dims` dimensions.
+/// `statistic` must have one element per row of x; a row is the last `row_dims` dimensions.
 inline void check_statistic(std::string_view op, const at::Tensor& x, const at::Tensor& statistic,
                             std::string_view name, int64_t row_dims) {
   c10::SymInt rows = 1;

@@ -1,4 +1,4 @@
-// What kernel ops without a derivative say to those who ask for one.
+// Checks of kernel ops that have no derivative.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,13 +15,13 @@ inline bool has_tangent(const at::Tensor& x) {
   return x.unsafeGetTensorImpl()->autograd_meta() != nullptr && x._fw_grad(/*level=*/0).defined();
 }
 
-/// Whether autograd has been passed: whoever calls has the gradient in hand.
+/// Whether the call comes from below autograd: then the caller provides the gradient itself.
 inline bool is_below_autograd() {
   return c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
 
-/// Throws c10::NotImplementedError where a gradient of x is recorded, or forward-mode
-/// differentiation follows x: its tangent would be lost in silence, also without gradients.
+/// Throws c10::NotImplementedError if a gradient of x is recorded, or if forward-mode
+/// differentiation follows x, also without recorded gradients: its tangent would be lost silently.
 inline void check_no_gradient(std::string_view op, const at::Tensor& x) {
   if (is_below_autograd()) return;
   TORCH_CHECK_NOT_IMPLEMENTED(!(c10::GradMode::is_enabled() && x.requires_grad()), op,

@@ -10,15 +10,15 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// Names in the order of their bits, which of them are reasons, and the lists. For good, as steps
-/// hold bits and callers hold lists.
+/// Names in the order of their bits, the set of bits that are reasons, and the lists. They are
+/// never removed: steps hold bits, and callers hold lists.
 struct Tables {
   std::mutex mutex;
   std::vector<std::string> names{"reference", "dispatcher"};
   ImplementationNames reasons = 0;
   std::map<std::string, std::atomic<const void*>, std::less<>> lists;
 
-  Tables() { names.reserve(kMostNames); }  // `names_in` hands out views of them
+  Tables() { names.reserve(kMostNames); }  // `names_in` returns views of the names
   static constexpr size_t kMostNames = 64;
 };
 
@@ -27,7 +27,7 @@ Tables& tables() {
   return tables;
 }
 
-/// The bit that a name or a reason has or gets now; 0 where all are given away.
+/// The bit of a name or a reason, assigned now if it has none; 0 if none is left.
 ImplementationNames bit_in(Tables& known, std::string_view name, bool is_reason) {
   const std::lock_guard<std::mutex> lock(known.mutex);
   size_t place = 0;

@@ -1,5 +1,5 @@
-// Lists of implementations, of each kernel op and of products: read without a lock, and they only
-// grow.
+// Lists of implementations: one for each kernel op and one for products. They are read without a
+// lock and only grow.
 #pragma once
 
 #include <atomic>
@@ -11,31 +11,31 @@
 
 namespace tandem::kernel_ops {
 
-/// Names of implementations as a set, a bit for each: what a step has taken. Reasons have bits too:
-/// why codes were decoded for a product.
+/// A set of names of implementations, one bit per name: those that a step has taken. Reasons why
+/// codes were dequantized for a product have bits too.
 using ImplementationNames = uint64_t;
 
-/// Of every kernel op and of products: torch's own differentiable operations, always the last
-/// resort.
+/// The bit of "reference": torch's differentiable operations, the last resort of every kernel op
+/// and of products.
 inline constexpr ImplementationNames kReference = 1;
-/// A call that torch's dispatcher sees: it finds the implementation, and a compiler may do so
-/// later.
+/// The bit of "dispatcher": a dispatched call, which finds the implementation itself, perhaps later
+/// in compiled code.
 inline constexpr ImplementationNames kDispatcher = 2;
 
-/// The bit of a name. Throws c10::ValueError where 64 other names have one.
+/// The bit of a name. Throws c10::ValueError if 64 other names and reasons have bits.
 TANDEM_API ImplementationNames bit_of(std::string_view name);
-/// The names in a set, those of the library first.
+/// The names in a set, in the order of their bits: the library's first.
 TANDEM_API std::vector<std::string_view> names_in(ImplementationNames set);
 
-/// The bit of a reason, by its text. 0 where 64 names and reasons have bits: `explain` says less
-/// then, and nothing else changes.
+/// The bit of a reason, by its text; 0 if 64 names and reasons have bits. Then `explain` omits the
+/// reason.
 TANDEM_API ImplementationNames bit_of_reason(std::string_view reason);
 /// The reasons in a set.
 TANDEM_API std::vector<std::string_view> reasons_in(ImplementationNames set);
 
 namespace detail {
 
-/// A row of a list and what stands behind it. Never removed.
+/// An element of a list of implementations. It is never removed.
 template <typename Row>
 struct Listed {
   Row row;
@@ -43,11 +43,11 @@ struct Listed {
   const Listed* next;
 };
 
-/// The head of the list that belongs to `name`. In the library, so that whoever is linked to it
-/// means the same list.
+/// The head of the list that belongs to `name`. It is a variable of the library, so that everything
+/// linked to the library uses one list.
 TANDEM_API std::atomic<const void*>& list_of(const char* name);
 
-/// Puts a row before those there are.
+/// Adds a row at the front of a list.
 template <typename Row>
 void prepend(std::atomic<const void*>& list, const Row& row) {
   auto* added = new Listed<Row>{row, bit_of(row.name), nullptr};

@@ -65,7 +65,7 @@ void require_one_device(const std::string& op, c10::ArrayRef<const Tensor*> argu
     return each != nullptr && each->device() != (*first)->device();
   });
   if (other == arguments.end()) return;
-  // The tensors of a list share a name.
+  // The tensors of a list share one name.
   const auto name_of = [&](const Tensor* const* argument) {
     auto& dispatcher = c10::Dispatcher::singleton();
     const auto with_codes = dispatcher.findSchema({op, "codes"});

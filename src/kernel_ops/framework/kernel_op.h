@@ -1,6 +1,6 @@
-// What a kernel op is: one struct that says its arguments, shapes and composite reference, and a
-// list of implementations. Everything else (schema, dispatcher kernels, shape function for tracing,
-// autograd rule, the direct call with buffers) follows from them.
+// What a kernel op is: one struct with its arguments, shapes and composite reference, and a list of
+// implementations. Everything else follows from them: schema, dispatcher kernels, shape function
+// for tracing, autograd rule, and the direct call with buffers.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -24,20 +24,20 @@ namespace tandem::kernel_ops {
 //   Args       its arguments (arguments.h): tensors that K reads, `const Tensor&` or
 //              std::optional<Tensor>; tensors that K writes, `Tensor&` or std::optional<Tensor>&;
 //              quantizers, `const Quantizer&` or a pointer; numbers and texts. A member
-//              `output_mask` says of each result whether it is wanted; results behind its end
-//              always are. The last members are CodesOf the results that K may quantize
+//              `output_mask` says for each result whether it is wanted; results beyond its length
+//              always are. The last members are CodesOf, one for each result that K may quantize
 //   kResults   the names of its results, without codes
-//   shapes     const Args& -> Specs: sizes and dtypes of the results; in SymInt, so that tracing
-//              sees through it. Checks the arguments
-//   reference  const Args& -> Results: the results in differentiable ATen operations, for every
-//              device and dtype: promotes, or raises, as torch does
-// and a list of implementations, which its registration begins (register.h). Where K has
-// `kOnManyDevices`, its tensors may lie on several devices; where it has `kIsUnseenByAutograd`,
-// autograd passes it by.
+//   shapes     const Args& -> Specs: checks the arguments and returns sizes and dtypes of the
+//              results, in SymInt so that tracing works
+//   reference  const Args& -> Results: the results in differentiable ATen operations, on every
+//              device and dtype; it promotes or raises as torch does
+// and a list of implementations, whose first rows its registration gives (register.h). If K has
+// `kOnManyDevices`, its tensors may lie on several devices. If it has `kIsUnseenByAutograd`,
+// autograd passes the op by.
 
 template <typename K>
 inline constexpr size_t kMadeCount = K::kResults.size();
-/// Codes that K may be asked for, each a Group behind the other results.
+/// How many Groups of codes K may return, after its other results.
 template <typename K>
 inline constexpr size_t kGroupCount = detail::MembersOf<typename K::Args>::kGroups;
 template <typename K>
@@ -45,7 +45,7 @@ inline constexpr size_t kResultCount = kMadeCount<K> + kGroupCount<K>* group_siz
 template <typename K>
 using ResultsOf = Results<kResultCount<K>>;
 
-/// The tensors of codes number `index` among the results.
+/// The tensors of the Group of codes `index` among the results.
 template <typename K>
 Group group_of(std::span<const Tensor> results, size_t index = 0) {
   Group group;
@@ -53,21 +53,23 @@ Group group_of(std::span<const Tensor> results, size_t index = 0) {
   return group;
 }
 
-/// One way to compute kernel op K. It is asked where all tensors among the arguments are plain
-/// memory, and the first one is on a device of its type, as all are unless K has kOnManyDevices.
+/// One way to compute kernel op K. `accepts` is called only if all tensors among the arguments are
+/// dense memory and lie on a device of type `device`; if K has kOnManyDevices, only the first
+/// tensor must lie on such a device.
 template <typename K>
 struct Implementation {
-  /// What `explain` calls it; of a string that stays.
+  /// The name that `explain` prints; a string with static lifetime.
   std::string_view name;
   c10::DeviceType device;
   /// Whether it computes on arguments of these dtypes, shapes and strides.
   bool (*accepts)(const typename K::Args& args);
-  /// Writes the results that are defined: tensors of the sizes and dtypes that shapes() says,
-  /// contiguous. One may lie in the memory of an operand of its sizes and dtype: an element is read
-  /// before the result's element in its place is written.
+  /// Writes the results that are defined: contiguous tensors with the sizes and dtypes from
+  /// shapes(). A result may share the memory of an operand of equal sizes and dtype, so an
+  /// implementation must read an operand's element before it writes the result's element at that
+  /// place.
   void (*run)(const typename K::Args& args, std::span<Tensor> results);
-  /// Whether it writes codes too. One that does not is asked as if there were none to write: what
-  /// they are of is quantized behind it, by an implementation of Quantize.
+  /// Whether `run` also writes codes. If not, `accepts` and `run` get arguments without requested
+  /// codes, and an implementation of Quantize quantizes the result afterwards.
   bool makes_codes = false;
 };
 
@@ -79,7 +81,7 @@ const std::string& qualified_name() {
   return name;
 }
 
-/// Results of the overload of K with codes, or without.
+/// How many results the overload of K with codes, or without, returns.
 template <typename K, bool kWithCodes>
 inline constexpr size_t kReturned = kWithCodes ? kResultCount<K> : kMadeCount<K>;
 
@@ -108,21 +110,21 @@ template <typename Returned, typename... Given>
 struct FunctionOf<Returned, std::tuple<Given...>> {
   using Type = Returned(Given...);
 };
-/// An overload of K as a function of the dispatcher.
+/// The type of an overload of K as a function of the dispatcher.
 template <typename K, bool kWithCodes>
 using DispatchedOf =
     typename FunctionOf<ReturnedOf<K, kWithCodes>,
                         typename MembersOf<typename K::Args, kWithCodes>::Dispatched>::Type;
 
-/// Throws c10::ValueError: the memory was given back behind the tensor's shape, as storages can be
-/// resized to nothing.
+/// Throws c10::ValueError: the tensor's storage has been resized to nothing while the tensor kept
+/// its shape.
 [[noreturn]] TANDEM_API void refuse_without_memory(const Tensor& tensor);
 
 /// Throws c10::ValueError unless all tensors lie on one device. `op` is the qualified name, whose
-/// schema names the arguments; absent tensors are null.
+/// schema has the names of the arguments. Absent tensors are nullptr.
 TANDEM_API void require_one_device(const std::string& op, c10::ArrayRef<const Tensor*> arguments);
 
-/// Throws c10::ValueError where something is given or wanted of codes that no quantizer makes.
+/// Throws c10::ValueError if `asked` has a given tensor or wanted parts but no quantizer.
 TANDEM_API void check_no_codes_asked(const char* op, const AskedCodes& asked);
 
 template <size_t N, typename T>
@@ -148,7 +150,7 @@ inline constexpr bool kIsTyped =
 
 }  // namespace detail
 
-/// Whether any codes are asked for.
+/// Whether any codes are requested.
 template <typename Args>
 bool asks_for_codes(const Args& args) {
   bool asks = false;
@@ -158,7 +160,7 @@ bool asks_for_codes(const Args& args) {
   return asks;
 }
 
-/// All results of one overload of K through the dispatcher, those that nobody wants empty.
+/// All results of one overload of K, through the dispatcher. Results that are not wanted are empty.
 template <typename K, bool kWithCodes>
 ResultsOf<K> dispatch_to(const typename K::Args& args) {
   static const auto handle =
@@ -183,8 +185,8 @@ ResultsOf<K> dispatch_to(const typename K::Args& args) {
   return results;
 }
 
-/// Calls K through the dispatcher, which is what lets tracing, modes and subclasses see it. Codes
-/// that are not asked for are undefined.
+/// Calls K through the dispatcher, so that tracing, modes and subclasses see the call. Codes that
+/// are not requested are undefined.
 template <typename K>
 ResultsOf<K> dispatch(const typename K::Args& args) {
   if constexpr (kGroupCount<K> != 0)
@@ -199,8 +201,8 @@ ResultsOf<K> dispatch(const typename K::Args& args) {
   return dispatch_to<K, false>(args);
 }
 
-/// As `accepts`: whether the tensors and dtypes among the arguments, in their order, have one of
-/// these dtypes each.
+/// An `accepts`: whether each tensor and dtype among the arguments, in order, has a dtype of its
+/// set.
 template <Dtypes... kSets>
 struct Takes {
   template <typename Args>
@@ -219,8 +221,8 @@ struct Takes {
   }
 };
 
-/// Memory that a kernel may read as it lies there: dense, and not marked as conjugate, negative or
-/// zero. Throws c10::ValueError where it was given back.
+/// Whether a kernel may read the tensor's memory as it lies there: dense, and not marked as
+/// conjugate, negative or zero. Throws c10::ValueError if the memory was given back.
 inline bool is_plain(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kMarks({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                         c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python});
@@ -232,11 +234,11 @@ inline bool is_plain(const Tensor& tensor) {
   return true;
 }
 
-/// A row of K's list, or null for the reference.
+/// The implementation that `choose` found; nullptr: the reference.
 template <typename K>
 struct Choice {
   const detail::Listed<Implementation<K>>* listed = nullptr;
-  /// The row makes no codes: what it makes is quantized behind it, by the dispatcher's Quantize.
+  /// Whether the row does not write the requested codes, so that Quantize must follow.
   bool quantizes_apart = false;
 };
 template <typename K>
@@ -269,7 +271,7 @@ std::atomic<const void*>& list_of_op() {
   return list;
 }
 
-/// The arguments where no codes are asked for: what these were of is wanted.
+/// The arguments without requested codes. The results that the codes were of become wanted.
 template <typename K>
 typename K::Args without_codes(const typename K::Args& args) {
   typename K::Args plain = args;
@@ -286,7 +288,7 @@ typename K::Args without_codes(const typename K::Args& args) {
   return plain;
 }
 
-/// What codes of a member are of.
+/// The matrix whose codes a member requests.
 template <typename K, size_t kOf>
 const Tensor& source_of(const CodesOf<kOf>& /*codes*/, const typename K::Args& args,
                         std::span<const Tensor> results) {
@@ -297,7 +299,7 @@ const Tensor& source_of(const CodesOf<kOf>& /*codes*/, const typename K::Args& a
   }
 }
 
-/// Sizes of what codes of a member are of.
+/// The sizes of the matrix whose codes a member requests.
 template <typename K, size_t kOf>
 c10::SymIntArrayRef sizes_of_source(const CodesOf<kOf>& /*codes*/, const typename K::Args& args,
                                     const Specs<kMadeCount<K>>& specs) {
@@ -308,7 +310,7 @@ c10::SymIntArrayRef sizes_of_source(const CodesOf<kOf>& /*codes*/, const typenam
   }
 }
 
-/// Calls `use(spec, place)` for each tensor of the codes that are asked for, by its place among the
+/// Calls `use(spec, place)` for each tensor of requested codes; `place`: its index among the
 /// results.
 template <typename K, typename Use>
 void for_each_part(const typename K::Args& args, const Specs<kMadeCount<K>>& specs, Use&& use) {
@@ -324,8 +326,8 @@ void for_each_part(const typename K::Args& args, const Specs<kMadeCount<K>>& spe
 /// The codes of x by the kernel op Quantize.
 TANDEM_API Group quantized(const Tensor& x, const AskedCodes& asked);
 
-/// Calls `quantize(source, asked)` for the codes that are asked for and puts the groups among the
-/// results.
+/// Calls `quantize(source, asked)` for each member that requests codes and stores the groups among
+/// the results.
 template <typename K, typename Quantize>
 void add_codes(const typename K::Args& args, ResultsOf<K>& results, Quantize&& quantize) {
   for_each_codes(args, [&](const auto& asked, size_t index) {
@@ -337,8 +339,8 @@ void add_codes(const typename K::Args& args, ResultsOf<K>& results, Quantize&& q
 
 }  // namespace detail
 
-/// Adds an implementation, which is asked before those that K has. Calls that are under way may
-/// still take another one.
+/// Adds an implementation, which `choose` tries before the existing ones. Calls that are running
+/// may still take an existing one.
 template <typename K>
 void register_implementation(const Implementation<K>& implementation) {
   TORCH_INTERNAL_ASSERT(!implementation.makes_codes || kGroupCount<K> != 0, K::kName,
@@ -346,7 +348,7 @@ void register_implementation(const Implementation<K>& implementation) {
   detail::prepend(detail::list_of_op<K>(), implementation);
 }
 
-/// The first implementation that takes these arguments.
+/// The first implementation that accepts these arguments.
 template <typename K>
 Choice<K> choose(const typename K::Args& args) {
   const c10::Device device = detail::first_tensor(args).device();
@@ -378,13 +380,13 @@ void check_devices(const typename K::Args& args) {
   }
 }
 
-/// The composite form: what every implementation of K returns, contiguous and in the dtypes that
-/// shapes() says.
+/// Runs the composite form. Its results are contiguous and have the dtypes from shapes(), like the
+/// results of every implementation.
 template <typename K>
 ResultsOf<K> run_reference(const typename K::Args& args) {
   check_devices<K>(args);
   const auto specs = K::shapes(args);
-  detail::for_each_part<K>(args, specs, [](const ResultSpec&, size_t) {});  // checks what is asked
+  detail::for_each_part<K>(args, specs, [](const ResultSpec&, size_t) {});  // checks
   ResultsOf<K> results;
   std::ranges::move(K::reference(detail::without_codes<K>(args)), results.begin());
   for (size_t i = 0; i < specs.size(); ++i) {
@@ -401,8 +403,8 @@ ResultsOf<K> run_reference(const typename K::Args& args) {
   return results;
 }
 
-/// For the `reference` of an op whose K::cpu computes every dtype on every device, as it calls only
-/// what does: allocates the results and calls it.
+/// The `reference` of an op whose K::cpu computes every dtype on every device because it calls only
+/// functions that do: allocates the results and calls K::cpu.
 template <typename K>
 Results<kMadeCount<K>> made_by_cpu(const typename K::Args& args) {
   const Tensor& first = detail::first_tensor(args);
@@ -417,8 +419,8 @@ Results<kMadeCount<K>> made_by_cpu(const typename K::Args& args) {
   return results;
 }
 
-/// Runs what was chosen for these arguments. `allocate(i, spec)` gives the memory of result i where
-/// it is wanted; the reference has its own.
+/// Runs the chosen implementation. `allocate(i, spec)` returns the memory of a wanted result i; the
+/// reference allocates its own.
 template <typename K, typename Allocate>
 ResultsOf<K> run_choice(const Choice<K>& choice, Allocate&& allocate,
                         const typename K::Args& args) {

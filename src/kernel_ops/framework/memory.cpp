@@ -19,27 +19,27 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-// Smaller ones come from the C library's free lists, whose pages stay mapped.
+// Smaller tensors come from the C library's free lists, whose pages stay mapped.
 constexpr size_t kWorthCaching = 64 * 1024;
-// Of the data.
+// Alignment of the data.
 constexpr size_t kAlignment = 64;
-// Sizes are rounded up to this, so that sequences of about one length share blocks.
+// Sizes are rounded up to a multiple of this, so that sequences of similar lengths share blocks.
 constexpr size_t kGranularity = 16 * 1024;
-// A block that so many allocations passed by belongs to shapes that are gone.
+// A cached block that was not used for so many allocations belongs to shapes that no longer occur.
 constexpr uint64_t kPatience = 4096;
-// Blocks in use and kept are at most so many times what was in use at once: where every step has
-// another length, blocks of lengths that do not come again would else add up to the limit. Steps of
-// one shape hold less than twice their peak.
+// Blocks in use and cached blocks together are at most so many times the peak of bytes in use. If
+// every step has another length, blocks of lengths that never return would otherwise fill the
+// limit. Steps of one shape hold less than twice their peak.
 constexpr int64_t kShareOfPeak = 2;
-// Between the header and the data, whose alignment is the header's.
+// Bytes between the header and the data, so that both are aligned.
 constexpr size_t kHeader = kAlignment;
 
 int64_t default_limit() {
-  // To the sanitizer a block in the cache is alive: it would not see who uses it.
+  // AddressSanitizer takes a cached block for a live one and would not see a use after free.
   return kSanitized ? 0 : static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE) / 8;
 }
 
-/// What stands ahead of the data: torch's allocators are asked to free by the data's address alone.
+/// The header of a block. torch's allocators must free by the data's address alone.
 struct Block {
   size_t capacity;        // bytes of data
   uint64_t freed_at = 0;  // the count of allocations when it was freed
@@ -54,7 +54,7 @@ static_assert(sizeof(Block) <= kHeader);
 class BlockAllocator final : public c10::Allocator {
  public:
   static BlockAllocator& instance() {
-    // Never ends: tensors in other static objects may be freed later than any of ours.
+    // It is never destroyed: tensors in static objects of others may be freed very late.
     static auto* allocator = new BlockAllocator;
     return *allocator;
   }
@@ -107,8 +107,8 @@ class BlockAllocator final : public c10::Allocator {
     for (Block* block : blocks) c10::free_cpu(block);
   }
 
-  /// The block freed last that is large enough and at most a quarter too large: what was written
-  /// last is most likely in the cache.
+  /// Takes the most recently freed block that is large enough and at most a quarter too large:
+  /// recently written memory is most likely in the processor's cache.
   Block* take(size_t bytes) {
     const std::lock_guard lock(mutex_);
     ++allocations_;
@@ -158,7 +158,8 @@ class BlockAllocator final : public c10::Allocator {
     give_back(released);
   }
 
-  // The mutex is held in all three; the memory is given back after it is not.
+  // The callers of the next three functions hold the mutex, and give the released blocks back
+  // without it.
   void use(int64_t bytes) {
     in_use_ += bytes;
     if (allocations_ - peak_since_ > kPatience) {
@@ -179,28 +180,29 @@ class BlockAllocator final : public c10::Allocator {
   }
 
   std::mutex mutex_;
-  Blocks free_;  // the one freed last at the end
+  Blocks free_;  // the most recently freed one is last
   int64_t cached_ = 0, in_use_ = 0;
   int64_t limit_ = default_limit();
   uint64_t allocations_ = 0;
-  // The most that was in use at once since allocation `peak_since_`, and in the kPatience before
+  // The most bytes in use since allocation `peak_since_`, and in the kPatience allocations before
   // it.
   int64_t peak_ = 0, earlier_peak_ = 0;
   uint64_t peak_since_ = 0;
 };
 
-/// From malloc(), which keeps small blocks per thread: for aligned ones, as torch asks for, the C
-/// library takes many times as long. What malloc() gave stands ahead of the data.
+/// Allocates by malloc(), which keeps small blocks per thread; for aligned blocks, as torch
+/// requests them, the C library takes many times as long. malloc()'s address is stored ahead of the
+/// data.
 class SmallAllocator final : public c10::Allocator {
  public:
   static SmallAllocator& instance() {
-    static auto* allocator = new SmallAllocator;  // as the other one
+    static auto* allocator = new SmallAllocator;  // never destroyed, as BlockAllocator
     return *allocator;
   }
 
   c10::DataPtr allocate(size_t bytes) override {
     void* const block = std::malloc(bytes + kAlignment);
-    if (block == nullptr) return BlockAllocator::instance().allocate(bytes);  // gives back, throws
+    if (block == nullptr) return BlockAllocator::instance().allocate(bytes);  // retries or throws
     auto* const data = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(block) + kAlignment) /
                                                 kAlignment * kAlignment);
     static_assert(alignof(std::max_align_t) >= sizeof(void*), "so much is free ahead of the data");

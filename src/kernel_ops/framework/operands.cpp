@@ -26,21 +26,21 @@ size_t elements(at::IntArrayRef sizes) {
   return static_cast<size_t>(c10::multiply_integers(sizes));
 }
 
-/// Rows and columns, where a row is the last `dims` dimensions; a scalar is one of one element.
+/// Rows and columns of a tensor whose last `dims` dimensions form a row. A scalar is one row of one
+/// element.
 std::pair<size_t, size_t> shape_of_rows(const at::Tensor& tensor, int64_t dims) {
   const size_t leading = static_cast<size_t>(std::max<int64_t>(tensor.dim() - dims, 0));
   return {elements(tensor.sizes().slice(0, leading)), elements(tensor.sizes().slice(leading))};
 }
 
-/// The stride that walks all rows of `tensor`. None where the last dimension is not dense, where
-/// the leading dimensions are not evenly spaced, and where rows overlap without being one and the
-/// same. Strides of dimensions of one element mean nothing and are not read: any would do, which
-/// strides_of cannot say.
+/// The stride between rows of `tensor`. nullopt if the last dimension is not dense, if the leading
+/// dimensions are not evenly spaced, or if distinct rows overlap. Strides of dimensions of one
+/// element are not read: they mean nothing, and strides_of cannot tell which value would fit here.
 std::optional<size_t> stride_of_rows(const at::Tensor& tensor) {
   const int64_t cols = tensor.size(-1);
   if (cols > 1 && tensor.stride(-1) != 1) return std::nullopt;
   std::optional<int64_t> stride;
-  int64_t even = 0;  // the stride of dimension d with which the rows are evenly spaced
+  int64_t even = 0;  // the stride that makes rows evenly spaced across dimension d
   for (int64_t d = tensor.dim() - 2; d >= 0; --d) {
     if (tensor.size(d) == 1) continue;
     if (!stride) stride = even = tensor.stride(d);

@@ -16,16 +16,15 @@ inline kernels::Element element_of(at::ScalarType dtype) {
   return kernels::Element::float16;
 }
 
-/// The strides of `tensor`, in elements, where a dimension of at most one element has the stride
-/// that it would have in a contiguous tensor around the dimensions behind it. Its own may be any
-/// number: nothing ever steps along it.
+/// The strides of `tensor` in elements. A dimension of at most one element gets the stride that it
+/// would have in a contiguous tensor: its own may be any number, because nothing steps along it.
 c10::DimVector strides_of(const at::Tensor& tensor);
 
-/// A tensor read as rows over its last dimension. Copies only where the rows are not contiguous or
-/// not evenly spaced.
+/// A tensor read as rows over its last dimension. Copies only if the rows are not contiguous or not
+/// evenly spaced.
 class RowsIn {
  public:
-  /// `dims`: how many of the last dimensions a row has.
+  /// `dims`: how many of the last dimensions form a row.
   explicit RowsIn(const at::Tensor& tensor, int64_t dims = 1);
   explicit RowsIn(const std::optional<at::Tensor>& tensor, int64_t dims = 1)
       : RowsIn(tensor ? *tensor : at::Tensor(), dims) {}
@@ -52,11 +51,11 @@ class VectorIn {
   kernels::ConstVector view_;
 };
 
-/// A result to be written; empty views for an undefined tensor.
+/// The view of a result to write; empty for an undefined tensor.
 kernels::Rows rows_out(const at::Tensor& tensor, int64_t dims = 1);
 kernels::Vector vector_out(const at::Tensor& tensor);
 
-/// What stands in the place of a result that nobody asked for: a tensor of no elements.
+/// The tensor that the dispatcher returns for an unwanted result: it has no elements.
 at::Tensor masked_out(const at::Tensor& like, std::optional<at::ScalarType> dtype = std::nullopt);
 
 }  // namespace tandem::kernel_ops

@@ -13,7 +13,7 @@ namespace tandem::kernel_ops {
 
 using at::Tensor;
 
-/// In int64 arithmetic, whose products wrap as unsigned ones do.
+/// Computes in int64, whose products wrap as unsigned ones do.
 Tensor philox_words(const Tensor& seed, const c10::SymInt& count, int64_t stream) {
   constexpr int64_t kLow = 0xFFFFFFFF;
   const Tensor numbers = seed.reshape({-1}), key = numbers.select(0, 0);

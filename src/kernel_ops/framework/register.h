@@ -17,16 +17,16 @@
 
 namespace tandem::kernel_ops {
 
-/// Names of the ops whose references can be traced: each is a decomposition.
+/// Names of the ops whose references can be traced: each reference is a decomposition.
 TANDEM_API std::vector<std::string>& decomposable_ops();
 
 namespace detail {
 
-/// The kernel under is_grads_batched: a call for each gradient. torch's own, which does the same,
-/// takes no lists of tensors.
+/// The kernel under is_grads_batched: calls the op once per gradient. torch's own kernel does this
+/// too, but takes no lists of tensors.
 TANDEM_API void run_each(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-/// Results as the dispatcher wants them: all of them.
+/// The results in the type that the dispatcher expects.
 template <typename K, bool kWithCodes>
 ReturnedOf<K, kWithCodes> returned(ResultsOf<K>&& results) {
   constexpr size_t kCount = kReturned<K, kWithCodes>;
@@ -52,7 +52,7 @@ void fill_in(const typename K::Args& args, ResultsOf<K>& results, Make&& make) {
   for (size_t i = 0; i < specs.size(); ++i) fill(specs[i], i);
   if constexpr (kWithCodes) {
     for_each_part<K>(args, specs, fill);
-    for (size_t i = kMadeCount<K>; i < results.size(); ++i) {  // of codes that nobody asks for
+    for (size_t i = kMadeCount<K>; i < results.size(); ++i) {  // codes that are not requested
       const size_t part = (i - kMadeCount<K>) % group_size;
       const bool is_codes = part == row_codes || part == column_codes;
       fill({{0}, is_codes ? at::kByte : at::kFloat, false}, i);
@@ -60,8 +60,8 @@ void fill_in(const typename K::Args& args, ResultsOf<K>& results, Make&& make) {
   }
 }
 
-/// Whether somebody differentiates what is computed from the arguments, in either direction. Below
-/// autograd nobody does: whoever calls has the gradient in hand.
+/// Whether what is computed from the arguments is differentiated, in either mode. Below autograd it
+/// is not: the caller provides the gradient itself.
 template <typename Args>
 bool is_differentiated(const Args& args) {
   if (is_below_autograd()) return false;
@@ -137,8 +137,7 @@ struct Kernels<K, kWithCodes, std::tuple<Given...>> {
     }
   }
 
-  /// The composite form is differentiable, so autograd of a kernel op that is called by itself is
-  /// autograd of that form.
+  /// A kernel op that is called outside a pipeline is differentiated through its composite form.
   static Returned autograd(Given... given) {
     const Args args = args_from<Args, kWithCodes>(std::forward_as_tuple(given...));
     if (is_differentiated(args)) return finish(args, run_reference<K>(args));
@@ -182,7 +181,7 @@ void add_overloads(torch::Library& library,
 }  // namespace detail
 
 /// Registers K: schema, implementations (best first), shape function, and autograd through the
-/// reference, which an op with kIsUnseenByAutograd lacks.
+/// reference, unless K has kIsUnseenByAutograd.
 template <typename K>
 void register_kernel_op(torch::Library& library,
                         std::initializer_list<Implementation<K>> implementations,
@@ -191,8 +190,8 @@ void register_kernel_op(torch::Library& library,
   decomposable_ops().emplace_back(K::kName);
 }
 
-/// Registers an op that K::cpu computes whatever the dtypes. What it does depends on the contents
-/// of its tensors, so no trace can hold its reference.
+/// Registers an op that K::cpu computes for all dtypes. Its effect depends on the contents of its
+/// tensors, so its reference cannot be traced.
 template <typename K>
 void register_of_all_dtypes(torch::Library& library,
                             const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {

@@ -1,4 +1,4 @@
-// The results of a kernel op: their sizes and dtypes before there are any, and the tensors.
+// The results of a kernel op: their sizes and dtypes, and the tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +11,8 @@ namespace tandem::kernel_ops {
 
 using at::Tensor;
 
-/// Sizes and dtype of one result. One that is not wanted is not computed: an implementation finds
-/// it undefined, and the dispatcher returns an empty tensor in its place.
+/// Sizes and dtype of one result. A result that is not wanted is not computed: an implementation
+/// gets it undefined, and the dispatcher returns an empty tensor.
 struct ResultSpec {
   c10::SymDimVector sizes;
   at::ScalarType dtype = at::kFloat;
@@ -36,7 +36,7 @@ struct Dtypes {
   uint64_t bits;
 };
 
-/// What kernels compute on, and what else they read.
+/// Dtypes that kernels compute on, and dtypes of their other operands.
 inline constexpr Dtypes kArithmetic(at::kFloat, at::kBFloat16, at::kHalf), kStatistic(at::kFloat),
     kCodes(at::kByte), kScale(at::kFloat, at::kByte), kSeed(at::kLong),
     kGiven(at::kFloat, at::kLong), kNumbers(at::kFloat, at::kBFloat16, at::kHalf, at::kDouble);

@@ -1,4 +1,4 @@
-// Running a kernel op below the dispatcher, where no step of a plan has memory for it.
+// Runs a kernel op without the dispatcher, outside of a plan's step.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
@@ -6,8 +6,8 @@
 
 namespace tandem::kernel_ops {
 
-/// Runs K by the first implementation that takes the arguments, whose name is added to `took`, into
-/// `spare` where that is given.
+/// Runs K by the first implementation that accepts the arguments and adds its name to `took`.
+/// Results go into the tensors of `spare` that are defined.
 template <typename K>
 ResultsOf<K> run(ImplementationNames& took, const ResultsOf<K>& spare,
                  const typename K::Args& args) {

@@ -25,7 +25,7 @@ using at::Tensor;
 
 namespace {
 
-/// What the quantizer of a group takes.
+/// The scale or seed of one group, if the quantizer needs one.
 std::optional<Tensor> given_to_group(const GroupQuantizer& how, size_t group) {
   const auto g = static_cast<int64_t>(group);
   switch (given_to(*how.quantizer)) {
@@ -40,7 +40,7 @@ std::optional<Tensor> given_to_group(const GroupQuantizer& how, size_t group) {
   return at::cat({seed.view({1}), at::full({1}, g, seed.options())});
 }
 
-/// Numbers of a group in the codes of a quantizer, if there is one.
+/// A group's operand: in codes if there is a quantizer, else its numbers.
 CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const GroupQuantizer& how,
                     size_t number, Direction direction) {
   if (how.quantizer == nullptr) return {numbers};
@@ -60,7 +60,7 @@ CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const Grou
                                             : Tensor()};
 }
 
-/// The numbers that the row codes of a group stand for.
+/// The dequantized values of a group's row codes.
 Tensor rounded(ImplementationNames& took, const Tensor& numbers, const GroupQuantizer& how,
                size_t group, at::ScalarType dtype) {
   const CodedMatrix codes = operand(took, numbers, how, group, Direction::row);
@@ -76,7 +76,7 @@ Tensor rounded(ImplementationNames& took, const Tensor& numbers, const GroupQuan
                           .sizes = c10::SymIntArrayRef(sizes)})[0];
 }
 
-/// target = beta target + column row: a product of one term.
+/// target = beta * target + column * row: an outer product.
 void add_outer(ImplementationNames& took, const Tensor& column, const Tensor& row,
                const Tensor& target, double beta = 1) {
   const Tensor left = column.unsqueeze(1), right = row.unsqueeze(0);
@@ -107,9 +107,10 @@ Tensor rows_between(const Tensor& matrix, int64_t first, int64_t last) {
 
 namespace {
 
-/// Groups by thread; empty where one thread would wait for another.
+/// The groups of each thread; empty if the threads' loads would differ too much.
 std::vector<std::vector<size_t>> shared_out(const std::vector<int64_t>& offsets) {
-  // What reading and packing its matrix costs a product, in rows. Measured on Sapphire Rapids.
+  // The cost of reading and packing a group's matrix, in rows of a product. Measured on Sapphire
+  // Rapids.
   constexpr int64_t kRowsOfMatrix = 32;
   const auto threads = static_cast<size_t>(at::in_parallel_region() ? 1 : at::get_num_threads());
   const auto cost = [&](size_t g) { return offsets[g + 1] - offsets[g] + kRowsOfMatrix; };
@@ -241,7 +242,7 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
     if (!is_spare) accumulate ? target.add_(sums) : target.copy_(sums);
     return took;
   }
-  // Exact in the wider dtype, and so is the sum's only rounding.
+  // Operands are exact in the wider dtype, so the sum is rounded once.
   const at::ScalarType wide = c10::promoteTypes(x.scalar_type(), target.scalar_type());
   const Tensor left = grad_y.to(wide).t(), right = x.to(wide);
   if (wide == target.scalar_type()) {
@@ -274,7 +275,7 @@ CodedMatrix codes_of_group(const Tensor& numbers, const GroupQuantizer& how, siz
 }
 
 Tensor amax_of_rows(const Tensor& rows) {
-  static const Quantizer& any = quantizer("fp8_e4m3");  // none has another amax
+  static const Quantizer& any = quantizer("fp8_e4m3");  // the amax does not depend on the quantizer
   ImplementationNames took = 0;
   return run<Quantize>(
       took, {},

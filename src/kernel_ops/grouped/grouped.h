@@ -1,4 +1,4 @@
-// Products of groups of rows, each with a matrix of its own: the linear layers of experts.
+// Products of groups of rows, each group with a matrix of its own: the linear layers of experts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,54 +13,54 @@
 
 namespace tandem::kernel_ops {
 
-/// The first row of each group and, last, the end of the last one. Waits for the device on which
-/// `splits` lies.
+/// The first row of each group and, as the last element, the end of the last group. Waits for the
+/// device of `splits`.
 ///
-/// splits: integers [groups], rows of each group. Rows behind the last group belong to none.
-/// Throws: c10::ValueError where a number is negative or the sum exceeds `rows`, c10::TypeError
-///         where they are no integers.
+/// splits: integers [groups], the rows of each group. Rows after the last group belong to no group.
+/// Throws: c10::ValueError if a number is negative or the sum exceeds `rows`, c10::TypeError if the
+///         numbers are no integers.
 std::vector<int64_t> group_offsets(const at::Tensor& splits, int64_t groups, int64_t rows);
 
-/// Rows of a plain matrix, without a dispatch.
+/// Rows [first, last) of a dense matrix, viewed without a dispatch.
 at::Tensor rows_between(const at::Tensor& matrix, int64_t first, int64_t last);
 
-/// Calls `work` for each group that has rows: several at a time, each on one thread, where that
-/// gives all threads about as much to do, else one after the other, for products on all threads.
-/// What it throws is thrown here.
+/// Calls `work` for each group that has rows. Groups run in parallel, each on one thread, if that
+/// balances the threads' loads; else one after the other, so that their products use all threads.
+/// An exception of `work` is rethrown.
 void for_each_group(const std::vector<int64_t>& offsets,
                     const std::function<void(size_t group)>& work);
 
-/// How the tensors of groups are quantized, each by itself.
+/// How the tensors of groups are quantized, each group by itself.
 struct GroupQuantizer {
-  /// Null: not at all.
+  /// nullptr: the groups are not quantized.
   const Quantizer* quantizer = nullptr;
-  /// What it takes, if it takes anything: scales [groups], or one seed, at whose offset g the
-  /// numbers of group g are drawn.
+  /// What the quantizer needs, if anything: scales [groups], or one seed; group g draws its numbers
+  /// at offset g.
   std::optional<at::Tensor> given = std::nullopt;
-  /// [groups], float32: where the amaxes of groups that have rows are written. Undefined: nobody
-  /// asks.
+  /// Undefined, or [groups], float32: the amaxes of groups that have rows are written here.
   at::Tensor amaxes = {};
 };
 
-/// The matrices of groups: numbers, which each product quantizes where there is a quantizer and no
-/// scale, or codes. Where what they are multiplied by has no quantizer, they are multiplied as the
-/// numbers that their row codes stand for.
+/// The matrices of groups: unquantized, or codes if there are `scales`. Products quantize an
+/// unquantized matrix by `quantizer`, if there is one. If the other operand has no quantizer, its
+/// row codes are dequantized for the product.
 struct GroupMatrices {
   std::vector<at::Tensor> matrices;
-  /// Of codes: one for each, amaxes where the format has them.
+  /// For codes: the scale of each matrix, and its amax if the format has one.
   std::vector<at::Tensor> scales = {}, amaxes = {};
   GroupQuantizer quantizer = {};
 };
 
-/// The biases of groups, times a number per row where there are `scales` [rows].
+/// The biases of groups. Each row's bias is multiplied by its element of `scales` [rows], if
+/// present.
 struct GroupBiases {
   std::vector<at::Tensor> biases = {};
   std::optional<at::Tensor> scales = std::nullopt;
 };
 
-/// y_g = x_g M_g^T + bias_g (* scale of the row), or x_g M_g where not `transposed`, for one group.
-/// Rows of x are quantized by `quantizer`, if there is one, as a tensor of their own. Returns who
-/// computed it.
+/// y = x M^T + bias (* scale of the row) for the rows x of group `group`, or x M if not
+/// `transposed`. `quantizer`, if there is one, quantizes the rows of x as a tensor of their own.
+/// Returns the implementations that computed it.
 ///
 /// Shapes: x [rows, k], matrix [n, k] (or [k, n]), bias [n] -> y [rows, n], contiguous, written.
 /// Error:  that of a sum in float32 or wider, one rounding to the dtype of y, and one for the bias.
@@ -68,34 +68,35 @@ ImplementationNames product_of_group(const at::Tensor& x, const GroupMatrices& m
                                      const GroupBiases& biases, size_t group, bool transposed,
                                      const GroupQuantizer& quantizer, const at::Tensor& y);
 
-/// The same for all groups, one after the other; zeros for rows of none.
+/// product_of_group for all groups. Rows that belong to no group become zero.
 ImplementationNames product_of_groups(const at::Tensor& x, const std::vector<int64_t>& offsets,
                                       const GroupMatrices& matrices, const GroupBiases& biases,
                                       bool transposed, const GroupQuantizer& quantizer,
                                       const at::Tensor& y);
 
-/// How the operands of the gradient of a weight are quantized. Where only x is, it is multiplied as
-/// the numbers that its row codes, those of forward, stand for.
+/// How the operands of the weight's gradient are quantized. If only x has a quantizer, the product
+/// reads the dequantized values of x's row codes, as in forward.
 struct GradQuantizers {
   GroupQuantizer grad_y, x;
 };
 
-/// For a group: target = grad_y^T x, or target += where `accumulate`; zeros, or nothing, without
-/// rows. A target of another dtype gets the sum of the operands in the wider one.
+/// For one group: target = grad_y^T x, or target += grad_y^T x if `accumulate`. Without rows the
+/// target becomes zero, or stays if `accumulate`. The sum is computed in the wider of the operands'
+/// and the target's dtype.
 ///
 /// Shapes: grad_y [rows, n], x [rows, k] -> target [n, k].
 ImplementationNames grad_weight_of_group(const at::Tensor& grad_y, const at::Tensor& x,
                                          const GradQuantizers& quantizers, size_t group,
                                          const at::Tensor& target, bool accumulate);
 
-/// The same of operands that are in codes already, or of numbers.
+/// grad_weight_of_group for operands that are already in codes, or for unquantized ones.
 ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedMatrix& x,
                                          const at::Tensor& target, bool accumulate);
 
-/// The row codes of a group's numbers, as its product makes them.
+/// The row codes of a group, as its product computes them.
 CodedMatrix codes_of_group(const at::Tensor& numbers, const GroupQuantizer& how, size_t group);
 
-/// The largest magnitude, NaN aside, in float32: []. Zero where there are no rows.
+/// The largest magnitude, ignoring NaN, in float32: []. Zero if there are no rows.
 at::Tensor amax_of_rows(const at::Tensor& rows);
 
 /// target = sum over the rows of grad_y (times their scales), in float32 or wider, rounded once.
@@ -105,20 +106,20 @@ ImplementationNames grad_bias_of_group(const at::Tensor& grad_y,
                                        const std::optional<at::Tensor>& scales,
                                        const at::Tensor& target);
 
-/// target = grad_y bias, a number per row: the gradient of what multiplies the bias.
+/// target = grad_y bias, one number per row: the gradient of the bias's `scales`.
 ///
 /// Shapes: grad_y [rows, n], bias [n] -> target [rows], contiguous.
 ImplementationNames grad_scales_of_group(const at::Tensor& grad_y, const at::Tensor& bias,
                                          const at::Tensor& target);
 
-/// The same of all groups are kernel ops. cpu() is a loop over the groups, by products of any
-/// device, and also the reference, unless that is differentiated.
+/// The functions above for all groups, as kernel ops. cpu() loops over the groups and uses products
+/// of any device; it is also the reference, except for differentiation.
 struct OfGroups {
   static constexpr std::array kResults{"all"};
   static constexpr bool kOnManyDevices = true;  // `splits` may lie on the host
 };
 
-/// y of product_of_groups.
+/// The y of product_of_groups.
 struct GroupedProduct : OfGroups {
   static constexpr const char* kName = "grouped_product";
   struct Args {
@@ -175,9 +176,8 @@ struct GroupedGradBias : OfGroups {
 at::Tensor grouped_grad_bias(const at::Tensor& grad_y, const at::Tensor& splits,
                              const std::optional<at::Tensor>& scales, int64_t groups);
 
-/// The largest magnitude of each group of rows, NaN aside, in float32; 0 where there are none.
-/// Without `splits` of matrices [groups, ...].
-/// -> [groups].
+/// The largest magnitude in each group of rows, ignoring NaN, in float32: [groups]; 0 for a group
+/// without rows. Without `splits`, x holds one matrix per group: [groups, ...].
 struct GroupedAmaxes : OfGroups {
   static constexpr const char* kName = "grouped_amaxes";
   struct Args {
@@ -193,7 +193,7 @@ struct GroupedAmaxes : OfGroups {
 at::Tensor grouped_amaxes(const at::Tensor& rows, const at::Tensor& splits, int64_t groups);
 at::Tensor matrix_amaxes(const at::Tensor& matrices);
 
-/// -> [rows], zeros for rows of no group.
+/// The gradient of GroupBiases::scales, [rows]; zero for rows that belong to no group.
 struct GroupedGradScales : OfGroups {
   static constexpr const char* kName = "grouped_grad_scales";
   struct Args {
@@ -208,7 +208,7 @@ struct GroupedGradScales : OfGroups {
 at::Tensor grouped_grad_scales(const at::Tensor& grad_y, const at::Tensor& splits,
                                at::TensorList biases);
 
-/// In differentiable ATen operations, which every device and dtype has.
+/// In differentiable ATen operations, for every device and dtype.
 namespace composite {
 at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& splits, at::TensorList matrices,
                            at::TensorList biases, const std::optional<at::Tensor>& scales,

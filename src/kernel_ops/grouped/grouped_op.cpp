@@ -1,4 +1,4 @@
-// Products of groups of rows through the dispatcher, and in differentiable operations.
+// Products of groups of rows through the dispatcher, and as differentiable operations.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
@@ -59,7 +59,8 @@ Tensor of_group(const Tensor& all, size_t group) {
   return all.select(0, static_cast<int64_t>(group));
 }
 
-/// Whether the composite form is to be differentiated, which has no quantizers.
+/// Whether the composite form must be differentiated. Throws if there are quantizers, which it
+/// lacks.
 template <typename Args>
 bool is_differentiated(const Args& args, std::initializer_list<const Quantizer*> quantizers = {}) {
   if (!detail::is_differentiated(args)) return false;
@@ -183,7 +184,7 @@ void GroupedAmaxes::cpu(const Args& args, std::span<Tensor> results) {
   });
 }
 
-/// No gradient passes.
+/// Magnitudes have no gradient here.
 Results<1> GroupedAmaxes::reference(const Args& args) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return made_by_cpu<GroupedAmaxes>(args);

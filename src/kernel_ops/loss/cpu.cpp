@@ -1,4 +1,5 @@
-// The loss on the CPU: some rows of logits at a time, which become their own gradients.
+// The loss on the CPU. It computes some rows of logits at a time and overwrites them with their
+// gradients.
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -18,17 +19,17 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// Rows of logits that exist at a time: enough for the products to be fast, few enough to be small
-/// beside the gradient of the weight (benchmarks/loss.py).
+/// Rows of logits in memory at a time: enough for fast products, few enough to be small beside the
+/// gradient of the weight (benchmarks/loss.py).
 constexpr int64_t kRowsAtOnce = 512;
 
-/// The rows that are computed: those that count, or all.
+/// The rows whose logits are computed: those that are not ignored, or all rows if `best` is wanted.
 struct RowsOfLoss {
   std::vector<int64_t> places;
-  /// By place among these, as the kernel takes them (kernels/cross_entropy.h).
+  /// By index among these rows, as the kernel takes them (kernels/cross_entropy.h).
   std::vector<int64_t> targets;
   std::vector<float> factors;
-  /// Of the rows whose target this rank has.
+  /// The sum of the weights of the targets that this rank has.
   double total_weight = 0;
 };
 
@@ -54,7 +55,7 @@ RowsOfLoss rows_of_loss(const LinearCrossEntropy::Args& args, const SharedClasse
   return rows;
 }
 
-/// The first rows of a matrix, or its transpose, without a dispatch.
+/// The first rows of a matrix, and its transpose, viewed without a dispatch.
 Tensor first_rows(const Tensor& matrix, int64_t count) {
   return at::native::as_strided_tensorimpl(matrix, {count, matrix.size(1)}, matrix.strides());
 }
@@ -68,7 +69,7 @@ kernels::Rows as_row(const Tensor& vector) {
   return {vector.data_ptr(), element_of(vector.scalar_type()), 1, size, size};
 }
 
-/// The sums of rows over the classes of all ranks.
+/// The sums of each row over the classes of all ranks.
 std::vector<kernels::cpu::LogitsSums> sums_of_all(const kernels::cpu::CrossEntropy& rows,
                                                   const SharedClasses& classes) {
   using kernels::cpu::LogitsSums;
@@ -87,10 +88,10 @@ std::vector<kernels::cpu::LogitsSums> sums_of_all(const kernels::cpu::CrossEntro
   return sums;
 }
 
-/// A gradient that is summed over pieces in float32 and rounded once, to the dtype of `result`.
+/// A gradient that is summed over pieces in float32 and rounded once to the dtype of `result`.
 class SumOfPieces {
  public:
-  /// An undefined result: nobody asks.
+  /// An undefined result is not wanted.
   explicit SumOfPieces(const Tensor& result) : result_(result) {
     if (!result.defined()) return;
     sum_ = result.scalar_type() == at::kFloat ? result : empty_cpu(result.sizes(), at::kFloat);
@@ -98,7 +99,7 @@ class SumOfPieces {
   explicit operator bool() const { return result_.defined(); }
 
   /// `write(tensor, adds)` writes the gradient of a piece into a tensor of the result's shape and
-  /// of `dtype`, or adds it where `may_add` and the tensor is the sum.
+  /// of `dtype`, or adds to it if `adds`. `may_add`: whether `write` can add.
   template <typename Write>
   void add(at::ScalarType dtype, bool may_add, const Write& write) {
     if (dtype == at::kFloat && (may_add || is_empty_)) {
@@ -204,7 +205,7 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
     }
     if (of_weight) {
       const Tensor turned_z = transposed(z);
-      // The sum of many rows may be larger than float16 goes.
+      // The sum over many rows may overflow float16.
       const at::ScalarType of_piece = dtype == at::kHalf ? at::kFloat : dtype;
       of_weight.add(of_piece, /*may_add=*/true, [&](const Tensor& to, bool adds) {
         multiply(Product({turned_z}, {from}, of_piece,

@@ -42,14 +42,14 @@ bool is_float64(const LinearCrossEntropy::Args& args) {
   return args.weight.scalar_type() == at::kDouble;
 }
 
-/// The numbers, as they lie on every rank.
+/// The numbers as one row, [1, count], for an all-gather.
 Tensor numbers(std::initializer_list<double> values) {
   const Tensor own = empty_cpu({1, static_cast<int64_t>(values.size())}, at::kDouble);
   std::ranges::copy(values, own.data_ptr<double>());
   return own;
 }
 
-/// Gradients of the sum of losses, or of factors times losses.
+/// Whether a gradient is wanted.
 bool wants_gradients(const std::array<bool, 6>& mask) {
   using K = LinearCrossEntropy;
   return mask[K::grad_x] || mask[K::grad_weight] || mask[K::grad_bias];
@@ -152,13 +152,13 @@ Specs<6> LinearCrossEntropy::shapes(const Args& args) {
 
 namespace {
 
-/// What the reference knows of each row, of all classes: logsumexp(z), z and the weight of its
-/// target, the sum of w z, and the largest z and its class where that is asked for.
+/// What the reference needs of each row, over all classes: logsumexp(z), z and the weight of the
+/// target, the sum of w z, and, if best is wanted, the largest z and its class.
 struct OfRows {
   Tensor all, target, target_weight, weighted, largest, best;
 };
 
-/// The sums of rows from those of each rank's classes.
+/// Combines the values of each rank's classes.
 OfRows joined(const OfRows& own, const SharedClasses& classes) {
   const bool has_best = own.best.defined();
   std::vector<Tensor> columns{own.all, own.target, own.target_weight, own.weighted};
@@ -240,7 +240,8 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
                      masked_out(args.targets)};
   if (mask[best]) results[best] = of.best.reshape_symint(args.targets.sym_sizes());
   if (!wants_gradients(mask)) return results;
-  // Of the softmax over all classes, these.
+  // `shares`: the factor of the softmax over all classes. The softmax over this rank's classes is
+  // exp(of.all - own_sum) times as large.
   const Tensor shares = on_target + on_each * all_weights + (2 * args.z_loss) * of.all;
   const Tensor scale = are_shared ? shares * (own_sum - of.all).exp() : shares;
   Tensor of_z = at::softmax(z, 1) * scale.unsqueeze(1) - on_each * weights;

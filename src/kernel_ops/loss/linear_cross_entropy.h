@@ -6,30 +6,30 @@
 
 namespace tandem::kernel_ops {
 
-/// z = x weight^T + bias, capped as soft_cap tanh(z / soft_cap) where soft_cap is not 0; of a row
-/// with target t, p = softmax(z), w = class_weight or ones, e = label_smoothing, C classes,
+/// z = x weight^T + bias; if soft_cap is not 0, it becomes soft_cap tanh(z / soft_cap). For a row
+/// with target t, with p = softmax(z), w = class_weight or ones, e = label_smoothing and C classes,
 ///   loss = (1 - e) w_t (-log p_t) + e / C sum_c w_c (-log p_c) + z_loss logsumexp(z)^2,
-/// 0 where t is ignore_index. y holds the losses by row ("none"), their sum ("sum"), or that over
-/// `denominator`, the sum of w_t of the rows that are not ignored ("mean"; NaN where there are
+/// and 0 if t is ignore_index. y holds the loss of each row ("none"), their sum ("sum"), or the sum
+/// over `denominator`, the sum of w_t of the rows that are not ignored ("mean"; NaN if there are
 /// none). grad_x, grad_weight and grad_bias are the derivatives of the sum over rows of factors *
 /// loss, whatever the reduction. best is the class of the largest z.
 ///
-/// Where `group_size` ranks of `group` share the classes, in the order of their ranks, weight, bias
-/// and class_weight are this rank's, targets and best count all classes, all ranks get the same y,
-/// and grad_x is the part of this rank's classes: the gradient is the sum over ranks. All ranks
-/// pass the same x and targets.
+/// `group_size` ranks of `group` may share the classes, in the order of their ranks. Then weight,
+/// bias and class_weight hold this rank's classes, while targets and best are indices among all
+/// classes. All ranks must pass equal x and targets and get equal y. grad_x is the part of this
+/// rank's classes: the gradient is the sum over ranks.
 ///
-/// Shapes:  x [..., hidden]; weight [classes, hidden]; targets of any shape, a number for each row
-///          of x; factors and best like targets; bias, class_weight [classes]; y like targets or
-///          [], denominator [].
-/// Dtypes:  targets int64; y, denominator float32, float64 where weight is; grad_x, grad_weight and
-///          grad_bias as x, weight and bias with factors, else in float32 where these are float16:
-///          the gradient of a sum over all rows may be larger than float16 goes, that of their mean
-///          is not.
-/// Error:   of the products, one rounding of the logits and of their gradients to the dtype of
-///          weight each, and 2^-20 of float32 arithmetic (test_linear_cross_entropy.py).
-/// Memory:  on the CPU logits of a few hundred rows at a time. Rows that are ignored cost nothing
-///          where best is not wanted.
+/// Shapes:  x [..., hidden]; weight [classes, hidden]; targets of any shape, one for each row of x;
+///          factors and best like targets; bias, class_weight [classes]; y like targets or [];
+///          denominator [].
+/// Dtypes:  targets int64; y, denominator float32, float64 if weight is float64. grad_x,
+///          grad_weight and grad_bias as x, weight and bias, but float32 for float16 if there are
+///          no factors: the gradient of a sum over all rows may overflow float16, the gradient of
+///          their mean does not.
+/// Error:   that of the products, one rounding each of the logits and of their gradients to the
+///          dtype of weight, and 2^-20 of float32 arithmetic (test_linear_cross_entropy.py).
+/// Memory:  on the CPU, logits of a few hundred rows at a time. Ignored rows cost nothing if best
+///          is not wanted.
 /// Throws:  c10::ValueError for other shapes or an unknown reduction, c10::TypeError for targets
 ///          that are not int64, c10::IndexError for the first target that is no class.
 /// Source:  z-loss: Chowdhery et al. 2022, arXiv:2204.02311; soft cap: Gemma Team 2024,
@@ -62,23 +62,23 @@ struct LinearCrossEntropy {
   static at::ScalarType gradient_dtype(const Args& args, const Tensor& operand);
 };
 
-/// Which of all classes a rank has.
+/// Which of all classes each rank has.
 struct SharedClasses {
-  /// With what each has of every rank: a collective where ranks share the classes.
+  /// Runs a collective if ranks share the classes, to find out how many each rank has.
   explicit SharedClasses(const LinearCrossEntropy::Args& args);
-  /// [size, ...] of x on each rank, whose shape is the same on all.
+  /// x of each rank, [size, ...]; its shape must be equal on all ranks.
   Tensor gathered(const Tensor& x) const;
-  /// Of a number on each rank, in the order of ranks.
+  /// The sum of a number over all ranks, in the order of ranks.
   double sum(double own) const;
   bool are_shared() const { return group.size > 1; }
-  /// Throws c10::IndexError where the target of a row that is not ignored is no class.
+  /// Throws c10::IndexError if a row is not ignored and its target is no class.
   void check(int64_t target, int64_t row, int64_t ignore_index) const;
 
   ProcessGroup group;
   /// The first class of each rank.
   std::vector<int64_t> first;
   int64_t rank, all;
-  /// The sum of the weights of all classes; 0 where no ranks share them.
+  /// The sum of the weights of all classes; 0 if ranks do not share them.
   double all_weights;
   c10::Device device;
 };

@@ -13,7 +13,7 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// A statistic that kernels write or read; null where it is absent.
+/// The memory of a statistic that kernels write or read; nullptr if it is absent.
 float* statistic_out(const Tensor& tensor) {
   return tensor.defined() ? tensor.data_ptr<float>() : nullptr;
 }
@@ -95,7 +95,7 @@ void NormBackward::cpu(const Args& args, std::span<Tensor> results) {
   const bool sums_norm = of_weight || of_bias;
   const SumsOfMade of_norm(
       rows, sums_norm ? kernels::cpu::norm_sum_cols(hidden, args.mean.has_value()) : 0);
-  // Rows of a norm over several dimensions are several rows of x.
+  // A row of a norm over several dimensions covers several rows of x.
   const size_t pieces = of_columns.size == 0 ? 1 : hidden / of_columns.size;
   const SumsOfMade of_made(rows * pieces, of_columns.size);
   const kernels::Rows made{nullptr, all.x.element, rows, hidden, hidden};

@@ -15,7 +15,7 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// The type that statistics are kept in, after checking that x and weight have one.
+/// The dtype of statistics. Checks that x and weight have floating dtypes.
 at::ScalarType wider(const Tensor& x, const Tensor& weight) {
   check_floating("norm", x, "x");
   check_floating("norm", weight, "weight");
@@ -25,11 +25,11 @@ at::ScalarType wider(const Tensor& x, const Tensor& weight) {
 Tensor gamma_of(const Tensor& weight, bool zero_centered_gamma, at::ScalarType dtype) {
   return zero_centered_gamma ? weight.to(dtype) + 1 : weight.to(dtype);
 }
-/// x_hat as the weight meets it, in its dtype.
+/// x_hat as it is multiplied by the weight: rounded to `to` if rounds_before_weight.
 Tensor rounded(const Tensor& x_hat, bool rounds_before_weight, at::ScalarType to) {
   return rounds_before_weight ? x_hat.to(to).to(x_hat.scalar_type()) : x_hat;
 }
-/// The last dimensions, as many as weight has: those of a row.
+/// The dimensions of a row: the last ones, as many as weight has.
 c10::DimVector row_dims(const Tensor& weight) {
   c10::DimVector dims;
   for (int64_t d = weight.dim(); d > 0; --d) dims.push_back(-d);
@@ -38,19 +38,19 @@ c10::DimVector row_dims(const Tensor& weight) {
 Tensor row_means(const Tensor& x, const Tensor& weight) {
   return x.mean(row_dims(weight), /*keepdim=*/true);
 }
-/// One value per row, shaped to broadcast over x.
+/// A statistic, one element per row, shaped to broadcast over x.
 Tensor along_rows(const Tensor& statistic, const Tensor& x, int64_t dims = 1) {
   c10::SymDimVector sizes = sizes_of(x);
   std::fill(sizes.end() - dims, sizes.end(), 1);
   return statistic.reshape_symint(sizes);
 }
-/// Sums over rows, like weight.
+/// Sums over rows, with the shape and dtype of weight.
 Tensor column_sums(const Tensor& x, const Tensor& weight) {
   const Tensor rows = x.reshape_symint({rows_of(x, weight.dim()), weight.sym_numel()});
   return rows.sum(0).reshape_symint(weight.sym_sizes()).to(weight.scalar_type());
 }
 
-/// `parameter` must have the sizes of the last dimensions of x, one or more.
+/// `parameter` must have the sizes of the last dimensions of x, at least one.
 void check_row_shape(std::string_view op, const Tensor& x, const Tensor& parameter,
                      std::string_view name) {
   const int64_t dims = parameter.dim();
@@ -62,7 +62,7 @@ void check_row_shape(std::string_view op, const Tensor& x, const Tensor& paramet
       ", got ", parameter.sym_sizes(), ". Build the op with their sizes or reshape x.");
 }
 
-/// LayerNorm adds a bias behind the product, and no model rounds before it.
+/// Only RMSNorm may round before the weight: no known LayerNorm does.
 void check_rounding(std::string_view op, bool is_layer_norm, bool rounds_before_weight) {
   TORCH_CHECK_VALUE(!is_layer_norm || !rounds_before_weight, op,
                     ": expected rounds_before_weight to be false, as RMSNorm alone has it, got ",

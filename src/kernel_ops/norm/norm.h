@@ -1,24 +1,24 @@
 // RMSNorm, LayerNorm and L2 normalization as kernel ops. y has the dtype of weight; statistics are
-// float32 (float64 where weight is).
+// float32 (float64 if weight is float64).
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
 
 namespace tandem::kernel_ops {
 
-/// sum = x + extra, or x where there is no extra, rounded as a sum by itself; over the dimensions
-/// that weight has, the last ones,
+/// sum = x + extra, rounded as a sum by itself; x if there is no extra. Over the last dimensions of
+/// sum, as many as weight has,
 ///   y = (sum - mean) * inv_norm * gamma + bias, inv_norm = 1 / sqrt(variance(sum) + eps)
-/// where there is a bias (LayerNorm), else
-///   y = sum * inv_norm * gamma, inv_norm = 1 / sqrt(mean(sum^2) + eps)
-/// (RMSNorm); gamma = weight or 1 + weight. Where `rounds_before_weight`, sum * inv_norm is rounded
-/// to the dtype of sum.
+/// if there is a bias (LayerNorm), else (RMSNorm)
+///   y = sum * inv_norm * gamma, inv_norm = 1 / sqrt(mean(sum^2) + eps);
+/// gamma = weight or 1 + weight. If `rounds_before_weight`, sum * inv_norm is rounded to the dtype
+/// of sum.
 ///
-/// Shapes:  x, extra [..., *hidden], weight, bias [*hidden] -> sum, y like x; mean (of LayerNorm),
-///          inv_norm [rows].
-/// Dtypes:  sum as x + extra promotes; it is written only where there is an extra.
+/// Shapes:  x, extra [..., *hidden], weight, bias [*hidden] -> sum, y like x; mean (LayerNorm
+///          only), inv_norm [rows].
+/// Dtypes:  sum as x + extra promotes; sum is written only if there is an extra.
 /// Error:   at most 8 float32 ULP from float64 (test NormOp), then one rounding to y's dtype.
-/// Throws:  c10::ValueError where weight or bias is not [*hidden], or extra not like x, or a
+/// Throws:  c10::ValueError if weight or bias is not [*hidden], if extra is not like x, or if a
 ///          LayerNorm is to round before its weight.
 struct NormForward {
   static constexpr const char* kName = "norm_forward";
@@ -42,11 +42,11 @@ struct NormForward {
   static Results<4> reference(const Args& args);
 };
 
-/// The gradient of NormForward without its sum: grad_x plus the gradient of the residual stream,
-/// rounded once; y as forward wrote it, its `bias` read for nothing else; sums = the sums over
-/// rows of grad_x. LayerNorm's where there is a mean, else RMSNorm's, which has no grad_bias.
-/// Rounding before the weight has the gradient 1: grad_x is as if forward had not rounded, and
-/// grad_weight = sum over rows of grad_y times what the weight was multiplied with.
+/// The gradient of NormForward without its sum: of LayerNorm if there is a mean, else of RMSNorm,
+/// which has no grad_bias. grad_x includes grad_residual, the gradient of the residual stream, and
+/// is rounded once. y is as forward wrote it; `bias` is read only for y. sums = sums over rows of
+/// grad_x. Rounding before the weight has the gradient 1: grad_x is as if forward had not rounded,
+/// and grad_weight = sum over rows of grad_y times the rounded factor of the weight.
 ///
 /// Shapes:  sums [last dimension of x].
 /// Dtypes:  sums of `sums_dtype`.
@@ -79,7 +79,7 @@ struct NormBackward {
 /// y = x * inv_norm, inv_norm = 1 / sqrt(sum(x^2) + eps) over the last dimension.
 ///
 /// Shapes:  x [..., hidden] -> y like x, inv_norm [rows].
-/// Dtypes:  y as x; inv_norm float32, float64 where x is.
+/// Dtypes:  y as x; inv_norm float32, float64 if x is float64.
 /// Error:   as NormForward (test NormOp).
 struct L2NormForward {
   static constexpr const char* kName = "l2_norm_forward";
@@ -94,7 +94,7 @@ struct L2NormForward {
   static Results<2> reference(const Args& args);
 };
 
-/// The gradient of L2NormForward; y as forward wrote it.
+/// The gradient of L2NormForward. y is as forward wrote it.
 struct L2NormBackward {
   static constexpr const char* kName = "l2_norm_backward";
   static constexpr std::array kResults{"grad_x", "y"};

@@ -22,7 +22,7 @@ std::optional<Tensor> maybe(const Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
-/// What the numbers of codes are decoded from.
+/// The arguments that decode an operand.
 Decode::Args decoding(const CodedMatrix& codes) {
   return {.codes = codes.matrix,
           .dequant_scale = codes.scale,
@@ -31,14 +31,14 @@ Decode::Args decoding(const CodedMatrix& codes) {
           .amax = maybe(codes.amax)};
 }
 
-/// Numbers of codes in float32, and the scale that the product gets at its end, if there is one.
+/// The decoded operand, with its scale if that is applied to the product.
 CodedMatrix decoded(const CodedMatrix& codes, const Tensor& numbers) {
   CodedMatrix result{numbers};
   if (codes.quantizer->format->layout.applies_at_end) result.scale = codes.scale;
   return result;
 }
 
-// Operands as the kernel op is given them.
+// The operands as the kernel op gets them.
 
 CodedMatrix coded(const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& amax,
                   const Quantizer& quantizer, bool column) {
@@ -52,14 +52,14 @@ CodedMatrix right_of(const MultiplyCodes::Args& args) {
   return coded(args.b, args.b_scale, args.b_amax, args.b_quantizer, args.b_column);
 }
 
-/// Sizes of the numbers of an operand as a matrix, transposed or not.
+/// The sizes of an operand's dequantized matrix, transposed or not.
 MatrixSize size_of(const CodedMatrix& operand, bool transposed) {
   MatrixSize size(Decode::shapes(decoding(operand))[0].sizes);
   if (transposed) std::swap(size.rows, size.cols);
   return size;
 }
 
-/// How many numbers codes of k numbers are decoded to.
+/// The number of values that codes of k numbers decode to.
 c10::SymInt padded(const Quantizer& quantizer, const c10::SymInt& k) {
   if (!is_packed(quantizer)) return k;
   return sizes_of_numbers(quantizer, sizes_of_codes(quantizer, {1, k}, Direction::row),
@@ -109,7 +109,7 @@ ImplementationNames multiply_codes(const CodedMatrix& a, bool a_transposed, cons
                                            .a_scale = maybe(first.scale),
                                            .b_scale = maybe(second.scale),
                                            .dtype = target.scalar_type()})[0];
-  if (!scaled.is_same(target)) target.copy_(scaled);  // of a dtype without a kernel
+  if (!scaled.is_same(target)) target.copy_(scaled);  // a dtype without a kernel
   return took;
 }
 

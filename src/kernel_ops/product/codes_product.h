@@ -1,5 +1,5 @@
-// The product of two operands in codes: as they are where an implementation takes them, else
-// decoded. As a kernel op too, so that compiled code computes as eager code does.
+// The product of two operands in codes, by an implementation that multiplies codes, else of the
+// dequantized operands. It is a kernel op too, so that compiled code computes as eager code does.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
@@ -7,34 +7,37 @@
 
 namespace tandem::kernel_ops {
 
-/// A matrix over its last dimension: numbers, or codes, their scale and the amax behind that.
+/// A matrix over its last dimension: unquantized, or codes with their scale and, if the format has
+/// one, amax.
 struct CodedMatrix {
   at::Tensor matrix;
-  /// Null: numbers.
+  /// nullptr: the matrix is unquantized.
   const Quantizer* quantizer = nullptr;
   Direction direction = Direction::row;
   at::Tensor scale = {}, amax = {};
 };
-/// Its rows and columns, transposed or not.
+/// The operand as a matrix of two dimensions, transposed or not.
 at::Tensor turned(const CodedMatrix& operand, bool is_transposed);
 
-/// Cuts matrices [m, k] and [k, n] of numbers to the same k where one was packed, and so ends in
-/// zeros that fill its last block, and the other was not.
+/// Cuts matrices [m, k] and [k, n] to a common k. A packed operand decodes to whole blocks and so
+/// ends in zeros; the other operand may not.
 void cut_padding(at::Tensor& a, const Quantizer& a_quantizer, at::Tensor& b,
                  const Quantizer& b_quantizer);
 
-/// target = a b of codes, each transposed or not: multiplied as they are, or decoded in float32,
-/// multiplied, scaled and rounded once. Returns who did, and why codes were decoded.
+/// target = a b for operands in codes, each transposed or not. Without an implementation that
+/// multiplies codes, they are decoded to float32, multiplied, scaled and rounded once. Returns the
+/// implementations, and the reason if codes were decoded.
 ///
-/// Shapes: a [m, k], b [k, n], in numbers, if need be transposed -> target [m, n], contiguous.
+/// Shapes: dequantized and, if demanded, transposed: a [m, k], b [k, n] -> target [m, n],
+///         contiguous.
 /// Error:  k * 2^-23 * sum |a||b|, and one rounding to the dtype of target.
 ImplementationNames multiply_codes(const CodedMatrix& a, bool a_transposed, const CodedMatrix& b,
                                    bool b_transposed, Rows rows, const at::Tensor& target);
 
-/// The same as a kernel op. `column` says which direction codes are of, `amax` is what comes with
-/// codes that have one.
+/// multiply_codes as a kernel op. `column` says in which direction an operand's codes are, and
+/// `amax` belongs to codes whose format has one.
 ///
-/// Throws: c10::ValueError where a and b are no codes of these quantizers, or do not fit;
+/// Throws: c10::ValueError if a and b are no codes of these quantizers or do not fit;
 ///         c10::TypeError for a dtype that no product has.
 struct MultiplyCodes {
   static constexpr const char* kName = "multiply_codes";
@@ -58,7 +61,7 @@ struct MultiplyCodes {
   };
   static Specs<1> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);
-  /// In ATen operations, unless the product's list has an implementation for the device.
+  /// In ATen operations, unless the list of products has an implementation for the device.
   static Results<1> reference(const Args& args);
 };
 

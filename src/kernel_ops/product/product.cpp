@@ -23,18 +23,17 @@
 #include "kernels/targets.h"
 
 namespace at::native {
-// oneDNN's product, result = alpha a b + beta result. libtorch exports it without a header: weak,
-// so that one without it loads too.
+// oneDNN's product, result = alpha a b + beta result. libtorch exports it without a header. The
+// symbol is weak, so that this library loads with a libtorch that lacks it.
 __attribute__((weak)) void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& result,
                                          float beta, float alpha);
 }  // namespace at::native
 
-/// libtorch exports it where it is built with MKL. Returns the number before; 0: that of the
-/// process.
+/// libtorch exports it if it is built with MKL. Returns the number before; 0 means the process's.
 extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
 
-/// c = alpha a b + beta c of bfloat16 numbers, in float32: of MKL too, with cblas's numbers for the
-/// layout and whether an operand is transposed.
+/// MKL's c = alpha a b + beta c of bfloat16 matrices, summed in float32. The integers for layout
+/// and transposition are cblas's.
 extern "C" __attribute__((weak)) void cblas_gemm_bf16bf16f32(int layout, int a_transposed,
                                                              int b_transposed, int m, int n, int k,
                                                              float alpha, const uint16_t* a,
@@ -46,11 +45,11 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-// Multiplications from which oneDNN is faster than at::mm in float32, measured on Zen 4; twice as
-// many where rows are left to at::mm.
+// The number of multiplications from which oneDNN beats at::mm in float32, measured on Zen 4. It is
+// twice as large if some rows are left to at::mm.
 constexpr int64_t kWorthIt = 1 << 24;
 
-/// Whether libtorch says so of oneDNN's products of a dtype on this processor.
+/// libtorch's answer whether oneDNN multiplies a dtype on this processor.
 bool onednn_multiplies([[maybe_unused]] const char* question) {
 #if defined(__x86_64__)
   const auto op = c10::Dispatcher::singleton().findSchema({question, ""});
@@ -60,8 +59,8 @@ bool onednn_multiplies([[maybe_unused]] const char* question) {
 #endif
 }
 
-/// Whether at::mm multiplies this dtype of 16 bits in loops of its own, which take up to a hundred
-/// times as long as float32: on an x86 processor whose instructions for it oneDNN does not have.
+/// Whether at::mm multiplies this 16-bit dtype in its own loops, which take up to a hundred times
+/// as long as float32. It does on x86 processors without the instructions that oneDNN needs.
 bool has_slow_mm([[maybe_unused]] at::ScalarType dtype) {
 #if defined(__x86_64__)
   static const bool has_half = onednn_multiplies("mkldnn::_is_mkldnn_fp16_supported");
@@ -73,9 +72,9 @@ bool has_slow_mm([[maybe_unused]] at::ScalarType dtype) {
 #endif
 }
 
-/// Whether oneDNN is the faster way to large products of this dtype. at::mm takes it for bfloat16
-/// too, after checks of its own, but gives float32 to MKL, which on processors of other makers than
-/// Intel is slower (benchmarks/products.py; measured on Zen 4).
+/// Whether oneDNN is faster than at::mm for large products of this dtype. at::mm uses oneDNN for
+/// bfloat16 too, after checks of its own, but MKL for float32, which is slower on processors that
+/// are not Intel's (benchmarks/products.py; measured on Zen 4).
 bool prefers_onednn([[maybe_unused]] at::ScalarType dtype) {
 #if defined(__x86_64__)
   static const bool has_slow_mkl = !__builtin_cpu_is("intel");
@@ -86,7 +85,7 @@ bool prefers_onednn([[maybe_unused]] at::ScalarType dtype) {
 #endif
 }
 
-/// `count` rows or columns of a matrix, from `first` on.
+/// `count` rows or columns of a matrix, starting at `first`.
 at::Tensor part_of(const at::Tensor& matrix, int64_t dim, int64_t first, int64_t count) {
   if (count == matrix.size(dim)) return matrix;
   int64_t sizes[] = {matrix.size(0), matrix.size(1)};
@@ -95,19 +94,19 @@ at::Tensor part_of(const at::Tensor& matrix, int64_t dim, int64_t first, int64_t
                                            matrix.storage_offset() + first * matrix.stride(dim));
 }
 
-/// The largest number up to `rows` of which all but the two leading bits are zero: two per octave.
+/// The largest number up to `rows` in which all bits but the two leading ones are zero.
 int64_t rounded_down(int64_t rows) {
   const int dropped =
       std::max(static_cast<int>(std::bit_width(static_cast<uint64_t>(rows))) - 2, 0);
   return rows >> dropped << dropped;
 }
 
-/// Where in a result [rows, cols] a tile lies.
+/// The position and size of a tile in a result [rows, cols].
 struct Tile {
   int64_t row, col, height, width;
 };
 
-/// Calls `multiply` for tiles of a fixed size, each by one thread: what a tile holds then depends
+/// Calls `multiply` for tiles of a fixed size, each on one thread: the values in a tile then depend
 /// on its operands alone.
 template <typename Multiply>
 void for_each_tile(int64_t rows, int64_t cols, const Multiply& multiply) {
@@ -122,8 +121,8 @@ void for_each_tile(int64_t rows, int64_t cols, const Multiply& multiply) {
   });
 }
 
-/// Whether the processor multiplies bfloat16, TANDEM_MAX_CPU_ISA allows it, and MKL knows how: on
-/// processors of other makers than Intel it computes in float32.
+/// Whether the processor multiplies bfloat16, TANDEM_MAX_CPU_ISA allows it, and MKL uses it. On
+/// processors that are not Intel's, MKL computes in float32.
 bool multiplies_bfloat16() {
 #if defined(__x86_64__)
   static const bool does = cblas_gemm_bf16bf16f32 != nullptr && __builtin_cpu_is("intel") &&
@@ -135,7 +134,7 @@ bool multiplies_bfloat16() {
 #endif
 }
 
-/// A float32 matrix in bfloat16, where that is exact.
+/// A float32 matrix in bfloat16, if every element is exact in it.
 class Narrowed {
  public:
   explicit Narrowed(const at::Tensor& matrix) {
@@ -149,7 +148,7 @@ class Narrowed {
                                                static_cast<size_t>(matrix.numel()), data());
   }
   bool fits() const { return fits_; }
-  /// What cblas calls it.
+  /// cblas's constant for the transposition.
   int form() const { return is_transposed_ ? 112 : 111; }
   int stride() const { return static_cast<int>(stride_); }
   const uint16_t* at(int64_t row, int64_t col) const {
@@ -164,8 +163,8 @@ class Narrowed {
   bool is_transposed_ = false, fits_ = false;
 };
 
-/// result = a b, in the products of bfloat16 that are summed in float32, if all numbers are
-/// bfloat16 ones: decoded codes are. Returns whether it has.
+/// result = a b by bfloat16 products that are summed in float32, if all elements are exact in
+/// bfloat16, as those of decoded codes are. Returns whether it was computed.
 bool multiply_in_bfloat16(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
   const auto most = static_cast<int64_t>(std::numeric_limits<int>::max());
   if (!multiplies_bfloat16() || result.scalar_type() != at::kFloat || result.numel() == 0 ||
@@ -186,9 +185,9 @@ bool multiply_in_bfloat16(const at::Tensor& a, const at::Tensor& b, const at::Te
   return true;
 }
 
-/// result = a b in tiles, in bfloat16 where the numbers are such. MKL sums a few rows or columns in
-/// an order that depends on where the result begins: behind the rows of other groups it may begin
-/// anywhere.
+/// result = a b in tiles, by multiply_in_bfloat16 if possible. The result is computed at an aligned
+/// address, because MKL sums a few rows or columns in an order that depends on the address, and the
+/// rows of a group may begin anywhere.
 void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
   constexpr uintptr_t kVector = 64;
   if (reinterpret_cast<uintptr_t>(result.const_data_ptr()) % kVector != 0) {
@@ -205,21 +204,21 @@ void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tenso
   });
 }
 
-/// Numbers of one dtype that CPU libraries multiply.
+/// Whether the operands are unquantized and all of one dtype that CPU libraries multiply.
 bool is_uniform(const ProductType& type) {
   return type.a.quantizer == nullptr && type.b.quantizer == nullptr && type.a.dtype == type.dtype &&
          type.b.dtype == type.dtype && kArithmetic.has(type.dtype) && !type.has_epilogue();
 }
 
-/// Small products are as fast by at::mm.
+/// Whether oneDNN is worthwhile: small products are as fast by at::mm.
 bool is_for_onednn(const ProductType& type) {
   return type.a.rows * type.a.cols * type.b.cols >= kWorthIt && is_uniform(type) &&
          type.sums == Sums::any && prefers_onednn(type.dtype);
 }
 
-/// The left operand of a bfloat16 product without memory between its rows that is not its own:
-/// where the processor has tiles for bfloat16, oneDNN reads behind the ends of rows that fill no
-/// tile and multiplies what is there by zeros, which leaves NaN where there is one. torch.mm too.
+/// The left operand of a bfloat16 product, copied if there are gaps between its rows. If the
+/// processor has tiles for bfloat16, oneDNN reads beyond the ends of rows that do not fill a tile
+/// and multiplies what it finds by zero, which gives NaN for a NaN. torch.mm has this defect too.
 at::Tensor without_gaps(const at::Tensor& matrix) {
   constexpr int64_t kTileColumns = 32;
   const c10::DimVector strides = strides_of(matrix);
@@ -262,8 +261,8 @@ constexpr ProductImplementation kAten{
         },
 };
 
-/// sum = alpha a b + beta sum of bfloat16 matrices, in float32. Returns whether it has: MKL does
-/// where the processor multiplies bfloat16.
+/// sum = alpha a b + beta sum of bfloat16 matrices, in float32, by MKL if the processor multiplies
+/// bfloat16. Returns whether it was computed.
 bool sum_of_bfloat16(const at::Tensor& a, const at::Tensor& b, const at::Tensor& sum, double alpha,
                      double beta) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
@@ -293,8 +292,8 @@ bool sum_of_bfloat16(const at::Tensor& a, const at::Tensor& b, const at::Tensor&
   return true;
 }
 
-/// result = alpha a b + beta result in float32, rounded once. Blocks of a, b and the result are
-/// widened, so that the memory taken beside them does not grow with their numbers of rows.
+/// result = alpha a b + beta result in float32, rounded once. It widens blocks of a, b and the
+/// result, so that its extra memory does not grow with the number of rows.
 void multiply_in_float32(const Product& product, const at::Tensor& result) {
   constexpr int64_t kMostElements = 1 << 20;
   const auto [alpha, beta] = std::pair(product.type.alpha, product.type.beta);
@@ -320,7 +319,7 @@ void multiply_in_float32(const Product& product, const at::Tensor& result) {
   }
 }
 
-/// Operands of 16 bits that at::mm would multiply slowly, or not into float32.
+/// Whether the operands have 16 bits and at::mm would multiply them slowly, or not into float32.
 bool is_for_float32(const ProductType& type) {
   const at::ScalarType dtype = type.a.dtype;
   const bool is_into_float32 = type.dtype == at::kFloat && type.b.dtype == dtype &&
@@ -347,7 +346,8 @@ constexpr ProductImplementation kTiles{
         },
 };
 
-/// The list. What is independent of threads is right everywhere, and comes last as it is slower.
+/// The list of implementations. The one whose sums do not depend on the number of threads accepts
+/// other products too, but is slower, so it stands last.
 std::atomic<const void*>& products() {
   static std::atomic<const void*>* const list = [] {
     std::atomic<const void*>& empty = detail::list_of("product");
@@ -397,7 +397,7 @@ Product::Product(const Factor& left, const Factor& right, at::ScalarType dtype,
 
 namespace {
 
-/// A bit per type of device.
+/// One bit per type of device.
 std::atomic<uint64_t> devices_with_epilogues{0};
 constexpr uint64_t bit_of_device(c10::DeviceType device) {
   return uint64_t{1} << static_cast<unsigned>(device);
@@ -438,7 +438,8 @@ ImplementationNames why_decoded(const Product& product) {
 
 ImplementationNames multiply(const Product& product, const at::Tensor& result) {
   const ProductType::Operand &a = product.type.a, &b = product.type.b;
-  const bool are_numbers = a.quantizer == nullptr && b.quantizer == nullptr;  // packed codes differ
+  // The sizes of packed codes differ from those of the matrices.
+  const bool are_numbers = a.quantizer == nullptr && b.quantizer == nullptr;
   TORCH_CHECK_VALUE(!are_numbers || a.cols == b.rows,
                     "product: expected matrices [m, k] and [k, n], got [", a.rows, ", ", a.cols,
                     "] and [", b.rows, ", ", b.cols, "]. Reshape or transpose them.");
@@ -465,8 +466,8 @@ OneMklThread::~OneMklThread() {
 
 bool has_onednn() {
 #if defined(__x86_64__)
-  // What libtorch asks before it lets oneDNN multiply bfloat16: AVX-512, unless ONEDNN_MAX_CPU_ISA
-  // hides it.
+  // libtorch asks this before it lets oneDNN multiply bfloat16: the processor has AVX-512, and
+  // ONEDNN_MAX_CPU_ISA does not hide it.
   static const bool is_supported = onednn_multiplies("mkldnn::_is_mkldnn_bf16_supported");
   return at::native::mkldnn_matmul != nullptr && is_supported;
 #else

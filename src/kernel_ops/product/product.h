@@ -1,4 +1,4 @@
-// Products of matrices: a list of implementations, chosen from a plain description of the product.
+// Products of matrices: a list of implementations. One is chosen by a description of the product.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,28 +8,28 @@
 
 namespace tandem::kernel_ops {
 
-/// What a product does with the rows of x, whose number changes from step to step where lengths do.
+/// The role of the rows of x in a product. Their number changes from step to step if sequence
+/// lengths do.
 enum class Rows : uint8_t { of_the_result, contracted };
 
-/// How a product may be summed. Libraries share a long sum of few elements out among threads, so
-/// that the last bits depend on their number; those of quantized products must not.
+/// How a product may be summed. Libraries split a long sum of few elements among threads, so its
+/// last bits depend on their number. Quantized products must not depend on it.
 enum class Sums : uint8_t { any, independent_of_threads };
 
-/// A matrix that a product reads: numbers, or the codes of a quantizer, which may be packed, and
-/// their scales.
+/// A matrix that a product reads: unquantized, or codes, which may be packed, with their scales.
 struct Factor {
   const at::Tensor& matrix;
-  /// Null: numbers.
+  /// nullptr: the matrix is unquantized.
   const Quantizer* quantizer = nullptr;
   Direction direction = Direction::row;
   const at::Tensor* dequant_scale = nullptr;
-  /// Where the format has one.
+  /// nullptr if the format has no amax.
   const at::Tensor* amax = nullptr;
 };
 
-/// What a product is to whoever chooses its implementation:
+/// The properties of a product by which its implementation is chosen:
 ///   result = unit(alpha a b + beta result + bias),
-/// the part in parentheses in float32 or wider, rounded once to the result's dtype.
+/// with the argument of unit in float32 or wider, rounded once to the result's dtype.
 struct ProductType {
   struct Operand {
     int64_t rows, cols, row_stride, col_stride;
@@ -39,43 +39,43 @@ struct ProductType {
   };
   /// [m, k] and [k, n].
   Operand a, b;
-  /// Of the result, a contiguous matrix [m, n]; [m, n / 2] behind a gated unit.
+  /// The dtype of the result, a contiguous matrix [m, n]; [m, n / 2] after a gated unit.
   at::ScalarType dtype;
   Rows rows = Rows::of_the_result;
   Sums sums = Sums::any;
   double alpha = 1;
   /// 0 or 1.
   double beta = 0;
-  /// Of the bias; Undefined: there is none.
+  /// The dtype of the bias; Undefined: there is none.
   at::ScalarType bias = at::ScalarType::Undefined;
-  /// As kernel ops of units take it (unit/activation_function.h); empty: none.
+  /// A unit as kernel ops take it (unit/activation_function.h); empty: none.
   std::string_view unit = {};
   bool is_gated = false;
   /// Whether the argument of the unit and the largest magnitude of the result are written too.
   bool writes_unit_argument = false, writes_amax = false;
   c10::Device device = at::kCPU;
 
-  /// Whether there is more to do than a product and a sum.
+  /// Whether there is more to compute than a product and a sum.
   bool has_epilogue() const {
     return bias != at::ScalarType::Undefined || !unit.empty() || writes_amax;
   }
 };
 
-/// What may be said of a product besides its operands and dtype.
+/// What a caller may say of a product besides its operands and dtype.
 struct ProductOptions {
   Rows rows = Rows::of_the_result;
   Sums sums = Sums::any;
   double alpha = 1, beta = 0;
-  /// [n], or null.
+  /// [n], or nullptr.
   const at::Tensor* bias = nullptr;
   std::string_view unit = {};
   bool is_gated = false;
-  /// Where the argument of the unit, [m, n] of the result's dtype, and the result's largest
-  /// magnitude, [] in float32, are written; or null.
+  /// Where the argument of the unit, [m, n] in the result's dtype, and the result's largest
+  /// magnitude, [] in float32, are written; nullptr if they are not wanted.
   const at::Tensor *unit_argument = nullptr, *amax = nullptr;
 };
 
-/// A product of these matrices. Views its tensors.
+/// A product of these matrices, with views of its tensors.
 struct Product {
   Product(const Factor& left, const Factor& right, at::ScalarType dtype,
           const ProductOptions& options = {});
@@ -84,45 +84,46 @@ struct Product {
   ProductType type;
 };
 
-/// One way to multiply. It is asked where a and b are plain memory of one device of its type.
+/// One way to multiply. `accepts` is called only if a and b are dense memory on one device of type
+/// `device`.
 struct ProductImplementation {
-  /// What `explain` calls it; of a string that stays.
+  /// The name that `explain` prints; a string with static lifetime.
   std::string_view name;
   c10::DeviceType device;
   bool (*accepts)(const ProductType& type);
-  /// Writes the result, or adds to it: contiguous, and plain memory of the same device.
+  /// Writes the result, or adds to it: contiguous, dense memory on that device.
   void (*run)(const Product& product, const at::Tensor& result);
-  /// Of one that multiplies codes: why it does not accept these, for `explain`, in few texts that
-  /// stay. Null: it has nothing to say.
+  /// For an implementation that multiplies codes: why it does not accept these, for `explain`; one
+  /// of few strings with static lifetime. nullptr: it gives no reasons.
   std::string_view (*reason)(const ProductType& type) = nullptr;
   /// Whether it may accept a product that has an epilogue.
   bool takes_epilogues = false;
 };
 using ProductChoice = const detail::Listed<ProductImplementation>*;
 
-/// Adds an implementation, which is asked before those there are.
+/// Adds an implementation, which is tried before the existing ones.
 TANDEM_API void register_product(const ProductImplementation& implementation);
 
-/// Whether a device has implementations that take bias, unit or amax: others are not worth asking.
+/// Whether some implementation for the device takes a bias, a unit or an amax.
 bool takes_epilogues(c10::DeviceType device);
 
-/// The first implementation that takes these operands; null where only torch's own product does.
+/// The first implementation that accepts the product; nullptr if only torch's own product does.
 ProductChoice choose(const Product& product);
 
-/// Why the codes of this product, which no implementation takes, are decoded: reasons for a step to
-/// keep.
+/// Why no implementation multiplies the codes of this product: bits of reasons for a step to keep.
 ImplementationNames why_decoded(const Product& product);
 
-/// Multiplies by the first implementation that takes the operands, else, numbers without epilogue
-/// only, by torch's product. Returns who did.
+/// Multiplies by the first implementation that accepts the product. Unquantized operands without an
+/// epilogue fall back to torch's product. Returns the implementation.
 ///
-/// Shapes: a [m, k], b [k, n], result [m, n], which is plain memory of their device, contiguous, in
-///         the product's dtype.
+/// Shapes: a [m, k], b [k, n] -> result [m, n], dense memory on their device, contiguous, in the
+///         product's dtype.
 /// Error:  that of a sum in float32 or wider, and one rounding to the result's dtype.
-/// Throws: c10::ValueError where numbers are no matrices of these shapes.
+/// Throws: c10::ValueError if unquantized operands do not have these shapes.
 TANDEM_API ImplementationNames multiply(const Product& product, const at::Tensor& result);
 
-/// While it lives, this thread's products in MKL run on it alone, inside a parallel region too.
+/// During its lifetime, MKL computes this thread's products on this thread alone, also in a
+/// parallel region.
 class OneMklThread {
  public:
   OneMklThread();
@@ -134,18 +135,18 @@ class OneMklThread {
   const int before_;
 };
 
-/// Whether libtorch's oneDNN product is there and fast here.
+/// Whether libtorch has oneDNN's product and it is fast on this processor.
 bool has_onednn();
 
-/// result = alpha a b, or result += alpha a b where `accumulate`, on the CPU. oneDNN keeps a
-/// compiled kernel of about a megabyte for each shape it has seen: float32 products get it for
-/// numbers of rows with two significant bits only, two per octave; other numbers are cut into such
-/// pieces, and the rest goes to at::mm. Products of fewer than 2^24 multiplications, and pieces of
-/// fewer than 2^25, go to at::mm, which is faster there. bfloat16 ones are not cut: at::mm would
-/// give those to oneDNN too. How a product is cut depends on its shape alone.
+/// result = alpha a b, or result += alpha a b if `accumulate`, on the CPU. oneDNN keeps a compiled
+/// kernel of about a megabyte for each shape that it has seen. In float32 it therefore gets only
+/// numbers of rows with two significant bits, two per octave; other numbers are cut into such
+/// pieces, and at::mm computes the rest. Products of fewer than 2^24 multiplications, and pieces of
+/// fewer than 2^25, go to at::mm, which is faster for them. bfloat16 products are not cut: at::mm
+/// would give the pieces to oneDNN too. How a product is cut depends on its shape alone.
 ///
 /// Shapes: a [m, k], b [k, n], result [m, n], of one dtype; rows: m or k.
-/// Error:  that of a float32 sum; where rows are contracted, one more rounding per piece.
+/// Error:  that of a float32 sum; if rows are contracted, one more rounding per piece.
 void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result,
                         Rows rows, bool accumulate = false, double alpha = 1);
 

@@ -17,8 +17,8 @@
 #include "quantization/formats/mx_scaling.h"
 #include "quantization/formats/tensor_scaling.h"
 
-/// The CUDA runtime and cuBLASLt, where torch has loaded them: weak, so that a torch without them
-/// loads too.
+/// The CUDA runtime and cuBLASLt, if torch has loaded them. The symbols are weak, so that this
+/// library loads with a torch that lacks them.
 extern "C" __attribute__((weak)) int cudaDeviceGetAttribute(int* value, int attribute, int device);
 extern "C" __attribute__((weak)) size_t cublasLtGetVersion();
 
@@ -31,8 +31,8 @@ using kernels::Fp8Format;
 
 enum class Family : uint8_t { tensor, line, square, mx, fp4 };
 
-/// How torch numbers the scales and their order (at::blas::ScalingType, at::blas::SwizzleType),
-/// and what the codes of the format are to it.
+/// The scales of a format as torch numbers them: their kind (at::blas::ScalingType) and their order
+/// (at::blas::SwizzleType).
 struct Recipe {
   Family family;
   int64_t scaling, swizzle;
@@ -93,7 +93,7 @@ std::string_view refusal_of_small_blocks(const ProductType& type, const ScaledMm
 
 constexpr int64_t kRowAlignment = 16;
 
-/// Rows of what is contracted, one behind the other, aligned as cuBLASLt needs them.
+/// An operand with its contracted dimension contiguous, in rows aligned as cuBLASLt needs them.
 Tensor aligned_rows(const Tensor& lines) {
   const int64_t cols = lines.size(1);
   const c10::DimVector strides = strides_of(lines);
@@ -104,7 +104,7 @@ Tensor aligned_rows(const Tensor& lines) {
   return at::native::as_strided_tensorimpl(lines, lines.sizes(), strides);
 }
 
-/// Scales of squares [ceil(outer, 128), up(k / 128, 4)] for codes [outer, k].
+/// The scales of 128x128 blocks, [ceil(outer, 128), up(k / 128, 4)], for codes [outer, k].
 Tensor scales_of_squares(const Tensor& lines, const Tensor& scale) {
   const c10::DimVector strides = strides_of(lines);
   if (strides[0] >= strides[1]) return scale.contiguous();
@@ -114,7 +114,7 @@ Tensor scales_of_squares(const Tensor& lines, const Tensor& scale) {
   return turned;
 }
 
-/// Scales of small blocks [up(outer, 128), up(blocks of k, 4)].
+/// The scales of small blocks, [up(outer, 128), up(blocks of k, 4)].
 Tensor by_rows(const Factor& factor) {
   return factor.direction == Direction::row ? *factor.dequant_scale : factor.dequant_scale->t();
 }
@@ -134,10 +134,10 @@ Tensor scale_of(Family family, const Factor& factor, const Tensor& lines) {
   }
 }
 
-/// Asked once of each device.
+/// The compute capability of a device, queried once; 0 if it is unknown.
 int capability_of(c10::DeviceIndex index) {
   constexpr size_t kMostDevices = 64;
-  constexpr int kMajor = 75, kMinor = 76;  // of cudaDeviceAttr
+  constexpr int kMajor = 75, kMinor = 76;  // numbers in cudaDeviceAttr
   static std::array<std::atomic<int>, kMostDevices> known{};
   const auto place = static_cast<size_t>(index);
   if (cudaDeviceGetAttribute == nullptr || place >= kMostDevices) return 0;

@@ -36,7 +36,7 @@ CastFormat format_of(const char* op, std::string_view name) {
                     std::string(name), "\". Name one of them.");
 }
 
-/// Of all but e8m0.
+/// The FP8 or FP4 format of a cast to any format but e8m0.
 constexpr kernels::Fp8Format fp8_format(CastFormat format) {
   return static_cast<kernels::Fp8Format>(format);
 }
@@ -45,8 +45,8 @@ static_assert(fp8_format(CastFormat::e4m3) == kernels::Fp8Format::e4m3 &&
                   fp8_format(CastFormat::e2m1) == kernels::Fp8Format::e2m1,
               "formats that both have are in the same order");
 
-/// In integers: a logarithm is wrong next to powers of two. float64 is rounded up on the way, as
-/// the code is.
+/// Computes in integers, because a logarithm is wrong near powers of two. float64 is rounded up to
+/// float32, as E8M0 rounds up.
 Tensor e8m0_codes(const Tensor& x) {
   const Tensor nearest = x.to(at::kFloat), infinity = at::full_like(nearest, INFINITY);
   const Tensor above = at::where(nearest < x, at::nextafter(nearest, infinity), nearest);

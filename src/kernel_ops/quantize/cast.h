@@ -1,4 +1,5 @@
-// Casts of numbers to the formats of quantized tensors and back, without any scale, as kernel ops.
+// Casts of numbers to the elements of low-precision formats and back, without a scale, as kernel
+// ops.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
@@ -6,16 +7,16 @@
 namespace tandem::kernel_ops {
 
 /// codes = the nearest numbers of a format, ties to even: "e4m3", "e5m2", "e2m1", or "e8m0", powers
-/// of two, which round up. The casts of this library, on every device bit by bit the same.
+/// of two, which round up. Results are bitwise equal on every device.
 ///
-/// saturate: what rounds above the largest number, infinities among it, becomes that number; else
-/// NaN in E4M3, infinity in E5M2. E2M1 and E8M0 always saturate. NaN of either sign gives 0x7F, in
-/// E2M1 0x7, which is 6, and in E8M0 0xFF; other signs are kept. E8M0 has none: negative numbers
-/// become its least.
-/// seed: one int64, or two with an offset: rounded up or down by chance, right on average
-/// (kernels/cast.h), not in E8M0.
+/// saturate: a number that rounds above the largest one, such as an infinity, becomes the largest;
+/// if false, NaN in E4M3 and infinity in E5M2. E2M1 and E8M0 always saturate. NaN of either sign
+/// becomes 0x7F; in E2M1 0x7, which is 6, and in E8M0 0xFF. Signs are kept, but E8M0 has none:
+/// negative numbers become its least number.
+/// seed: one int64, or two with an offset: rounds up or down at random, right on average
+/// (kernels/cast.h); not for E8M0.
 ///
-/// Shapes:  x any -> codes like x, uint8, one each.
+/// Shapes:  x any -> codes like x, uint8, one code per byte.
 /// Dtypes:  float32, bfloat16, float16, float64.
 /// Error:   none: bitwise what the numerics page specifies (tests Cast, GoldenBlocks, CastFront).
 /// Throws:  c10::ValueError on another format or seed.

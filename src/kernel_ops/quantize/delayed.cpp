@@ -1,6 +1,7 @@
 #include "kernel_ops/quantize/delayed.h"
 
-// Behind that of the older vmap it would find two of some names.
+// After LegacyBatchedTensorImpl.h this header finds some names twice; clang-format would sort it
+// there.
 // clang-format off
 #include <ATen/functorch/PlumbingHelper.h>
 #include <ATen/LegacyBatchedTensorImpl.h>
@@ -99,15 +100,15 @@ ScaleUpdateFunction function_of(const ScaleUpdate& update) {
   return found->second;
 }
 
-/// A state is read and written by one thread at a time.
+/// Guards all states: one thread at a time reads or writes a state.
 std::mutex& state_mutex() {
   static auto& mutex = *new std::mutex;
   return mutex;
 }
 
-/// The tensor, or a copy of it: who decides about a state, and computes with it, is the host.
+/// The tensor, or a copy on the host, which reads and updates states.
 Tensor on_host(const Tensor& tensor) { return tensor.is_cpu() ? tensor : tensor.cpu(); }
-/// Writes a changed copy back.
+/// Writes a changed host copy back to its tensor.
 void put_back(const Tensor& host, const Tensor& tensor) {
   if (!host.is_same(tensor)) tensor.copy_(host);
 }
@@ -121,9 +122,9 @@ void set_number(const Tensor& tensor, int64_t number) {
   }
 }
 
-/// `reduced`: row 0 over all processes of the group, or undefined. `lock`, of the state, is let go
-/// while a function of the user runs. Whoever looks meanwhile finds no update due: it is claimed
-/// before, and due again where the function throws.
+/// Updates a state. `reduced`: row 0 reduced over the processes of the group, or undefined. `lock`,
+/// of the state, is released while a user's function runs. No other thread finds the update due
+/// meanwhile: `pending` is cleared before, and restored if the function throws.
 void update_state(const ScalingState& state, const ScaleUpdate& update, const Tensor& reduced,
                   std::unique_lock<std::mutex>& lock) {
   const int64_t region = number_in(state.pending);
@@ -152,7 +153,7 @@ void update_state(const ScalingState& state, const ScaleUpdate& update, const Te
   lock.lock();
 }
 
-/// The largest over the group, element by element. Every process must come with as many numbers.
+/// The maximum over the group, element by element. All processes must pass equally many numbers.
 Tensor reduced_over(const Tensor& amaxes, const std::string& name) {
   const kernel_ops::ProcessGroup group{name};
   const int64_t count = amaxes.numel();
@@ -179,7 +180,7 @@ const ScaleUpdate& scale_update(ScaleUpdate update) {
 }
 
 const ScaleUpdate& scale_update(std::string_view text) {
-  // Calls through the dispatcher ask by text, and mostly for the same.
+  // Dispatched calls look updates up by text, mostly by one text.
   thread_local const ScaleUpdate* last = nullptr;
   if (last == nullptr || last->text != text) last = &scale_update(parsed(text));
   return *last;
@@ -218,7 +219,8 @@ void check_slots(const ScalingState& state, const Tensor& region, const SlotRang
   check_state(state, slots.first, last - slots.first + 1);
 }
 
-/// Of all samples of a vmap, as in a loop over them: they share a scale. `dims`: theirs.
+/// Records the amaxes of all samples of a vmap, as a loop over the samples would: they share a
+/// scale. `dims`: the dimensions of samples.
 void record_each_amax(const ScalingState& state, const Tensor& amaxes, at::IntArrayRef dims,
                       const Tensor& region, const SlotRange& slots, bool counts) {
   std::vector<int64_t> front(dims.size());
@@ -228,7 +230,7 @@ void record_each_amax(const ScalingState& state, const Tensor& amaxes, at::IntAr
     record_amax(state, amax, region, slots, counts);
 }
 
-/// Under torch.vmap.
+/// record_amax_ under torch.vmap.
 void record_amax_of_samples(Tensor& amax_history, Tensor& pending, const Tensor& amax,
                             const Tensor& region, int64_t slot, bool counts, int64_t stride) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
@@ -241,7 +243,7 @@ void record_amax_of_samples(Tensor& amax_history, Tensor& pending, const Tensor&
     record_amax(state, amaxes, region, {slot, stride, 0}, counts);
 }
 
-/// Under is_grads_batched, whose vmap is another.
+/// record_amax_ under is_grads_batched, which has a vmap of its own.
 void record_amax_of_gradients(Tensor& amax_history, Tensor& pending, const Tensor& amax,
                               const Tensor& region, int64_t slot, bool counts, int64_t stride) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::Batched);
@@ -333,7 +335,7 @@ void RecordAmax::cpu(const Args& args, std::span<Tensor> /*results*/) {
   const Tensor history = on_host(args.amax_history);
   for (int64_t i = 0; i < seen.numel(); ++i) {
     float& row = history.data_ptr<float>()[args.slot + i * args.stride];
-    row = std::max(row, seen.const_data_ptr<float>()[i]);  // of a number and NaN the number
+    row = std::max(row, seen.const_data_ptr<float>()[i]);  // a NaN is skipped
   }
   put_back(history, args.amax_history);
   if (args.counts) set_number(args.pending, number);
@@ -378,13 +380,13 @@ void update_states(std::span<const PendingUpdate> states) {
 void set_region_reader(int64_t (*reader)()) { region_reader = reader; }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  // What region it is the host knows.
+  // The host knows the number of the region.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   register_of_all_dtypes<TakeScale>(library, tags);
   register_of_all_dtypes<RecordAmax>(library, tags);
   library.impl("record_amax_", c10::DispatchKey::FuncTorchBatched, &record_amax_of_samples);
   library.impl("record_amax_", c10::DispatchKey::Batched, &record_amax_of_gradients);
-  // Two draws of a number are two regions: no compiler may merge them.
+  // Two draws of a number are two regions, so a compiler must not merge them.
   register_of_all_dtypes<RegionNumber>(
       library,
       {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe, at::Tag::nondeterministic_seeded});

@@ -1,5 +1,5 @@
-// The state of delayed scaling: kernel ops that take scales from it and leave amaxes in it, and its
-// update at the end of a step.
+// The state of delayed scaling: kernel ops that read scales from it and record amaxes in it, and
+// its update at the end of a step.
 #pragma once
 
 #include <functional>
@@ -10,57 +10,58 @@
 
 namespace tandem {
 
-/// How scales come from amaxes. Known by its address: equal ones are one object, which lives as
-/// long as the process.
+/// How scales follow from amaxes. Identified by its address: equal updates are one object, which
+/// lives as long as the process.
 struct ScaleUpdate {
   kernels::DelayedScaling scaling;
-  /// Instead of `scaling.algorithm`: a function that register_scale_update knows by this name.
+  /// The name of a function from register_scale_update, which replaces `scaling.algorithm`; or
+  /// empty.
   std::string function;
-  /// The process group whose processes share their amaxes; empty: none do.
+  /// The process group that reduces its amaxes; empty: none.
   std::string group;
   /// Canonical: "fp8_e4m3:margin=0:max:function=NAME:group=NAME".
   std::string text;
 };
 
-/// The update of a text. Throws c10::ValueError on what is none.
+/// The update of a text. Throws c10::ValueError if the text is not valid.
 TANDEM_API const ScaleUpdate& scale_update(std::string_view text);
-/// The update of these fields, whose `text` is not read.
+/// The update with these fields; its `text` is not read.
 TANDEM_API const ScaleUpdate& scale_update(ScaleUpdate update);
 
-/// Writes scales [slots] from amax_history [length, slots], whose row 0 is the step's amax over all
-/// processes, and moves the history on.
+/// Writes scales [slots] from amax_history [length, slots], whose row 0 holds the step's amaxes,
+/// reduced over all processes, and advances the history.
 using ScaleUpdateFunction =
     std::function<void(const at::Tensor& amax_history, const at::Tensor& scale, double format_max)>;
-/// Makes `function` known under `name` for the life of the process.
+/// Registers `function` under `name` for the life of the process.
 TANDEM_API void register_scale_update(std::string name, ScaleUpdateFunction function);
 
-/// The state of one direction of a module, whose products have a slot each for what they quantize.
+/// The state of one direction of a module. Each tensor that its products quantize has a slot.
 struct ScalingState {
-  /// [slots], float32, ones at first.
+  /// [slots], float32, initially ones.
   at::Tensor scale;
-  /// [length, slots], float32, zeros at first (kernels/delayed.h).
+  /// [length, slots], float32, initially zeros (kernels/delayed.h).
   at::Tensor amax_history;
-  /// [1], int64: the region whose amaxes row 0 holds and no update has used yet; 0: none.
+  /// [1], int64: the region whose amaxes row 0 holds if no update has used them yet; else 0.
   at::Tensor pending;
 };
-/// A tensor of a ScalingState.
+/// A member of a ScalingState.
 struct ScalingStateTensor {
   const char* name;
   at::ScalarType dtype;
   at::Tensor ScalingState::*tensor;
 };
-/// All of them, in the order in which plans, calls and fronts list them.
+/// All members, in the order in which plans, calls and fronts list them.
 inline constexpr std::array kScalingState{
     ScalingStateTensor{"scale", at::kFloat, &ScalingState::scale},
     ScalingStateTensor{"amax_history", at::kFloat, &ScalingState::amax_history},
     ScalingStateTensor{"pending", at::kLong, &ScalingState::pending}};
 
-/// Where the state of a direction begins among what a call is given: its region's number comes
-/// first, then forward and backward of each holder.
+/// The index of a direction's state among the tensors that a call passes: first the region's
+/// number, then forward and backward of each holder.
 constexpr size_t scaling_state_place(size_t holder, bool is_backward) {
   return 1 + (2 * holder + (is_backward ? 1 : 0)) * kScalingState.size();
 }
-/// The state whose tensors `tensor_at` gives from `first` on.
+/// The state with the tensors that `tensor_at` returns for indices `first` and up.
 template <typename TensorAt>
 ScalingState scaling_state(TensorAt&& tensor_at, size_t first) {
   ScalingState state;
@@ -68,13 +69,13 @@ ScalingState scaling_state(TensorAt&& tensor_at, size_t first) {
   return state;
 }
 
-/// A history of another length: row 0 and the newest of the steps before stay, zeros come where
-/// there is nothing older.
+/// A history with another length. Row 0 and the newest steps stay; rows without an older step are
+/// zero.
 ///
 /// Shapes: amax_history [length, slots] -> [new length, slots].
 TANDEM_API at::Tensor resized_history(const at::Tensor& amax_history, int64_t length);
 
-/// A state that an update is due for.
+/// A state whose update is due.
 struct PendingUpdate {
   ScalingState state;
   const ScaleUpdate* update = nullptr;
@@ -82,23 +83,23 @@ struct PendingUpdate {
 
 namespace kernel_ops {
 
-/// Slots of a state: one, or `count` of them, each `stride` behind the one before.
+/// Slots of a state: one, or `count` slots, each `stride` after the one before.
 struct SlotRange {
   int64_t first = 0, stride = 1;
-  /// 0: one, whose number is a scalar.
+  /// 0: one slot, whose scale is a scalar tensor.
   int64_t count = 0;
 };
 
-/// The scales of slots, a tensor of its own, in the region of this number. The first time that a
-/// state is asked in another region than the one whose amaxes it holds, it is updated before: so a
-/// step's amaxes make the scales of the next step whatever ends the step, and on whatever thread. A
-/// region of 0 (none) or below (backward recomputes a forward of it) updates nothing.
+/// The scales of slots, as a new tensor, in region `region`. If the state holds amaxes of another
+/// region, it is updated first. So the amaxes of a step determine the scales of the next step,
+/// whatever ends the step, on whatever thread. A region of 0 (none) or below (backward recomputes a
+/// forward) updates nothing.
 ///
-/// On another device than the CPU the host waits for the state, which it decides about.
+/// If the state is not on the CPU, the host waits for it, because the host decides about updates.
 ///
 /// Shapes: scale [slots], amax_history [length, slots], pending [1], region [1], all contiguous;
 ///         result [], or [count], on the device of scale.
-/// Throws: c10::ValueError on other shapes, dtypes or devices, and on a slot that the state does
+/// Throws: c10::ValueError for other shapes, dtypes or devices, and for a slot that the state does
 ///         not have.
 struct TakeScale {
   static constexpr const char* kName = "take_scale_";
@@ -113,17 +114,17 @@ struct TakeScale {
     TANDEM_ARGUMENTS(scale, amax_history, pending, region, slot, update, stride, count)
   };
   static Specs<1> shapes(const Args& args);
-  /// The state may lie on any device.
+  /// Accepts a state on any device.
   static void cpu(const Args& args, std::span<Tensor> results);
   static Results<1> reference(const Args& args);
 };
 at::Tensor take_scale(const ScalingState& state, const at::Tensor& region, const SlotRange& slots,
                       const ScaleUpdate& update);
 
-/// amax_history[0, slot] = max(amax_history[0, slot], amax) of each slot, NaN skipped; nothing
-/// for a region of 0 or below. `counts`: an update is due once the region has ended.
+/// amax_history[0, slot] = max(amax_history[0, slot], amax) for each slot; a NaN is skipped. Does
+/// nothing for a region of 0 or below. `counts`: an update becomes due once the region has ended.
 ///
-/// Shapes, Throws: as take_scale; amax with an element for each slot.
+/// Shapes, Throws: as take_scale; amax has one element per slot.
 struct RecordAmax {
   static constexpr const char* kName = "record_amax_";
   static constexpr std::array<const char*, 0> kResults{};
@@ -137,25 +138,26 @@ struct RecordAmax {
     TANDEM_ARGUMENTS(amax_history, pending, amax, region, slot, counts, stride)
   };
   static Specs<0> shapes(const Args& args);
-  /// The tensors may lie on any device.
+  /// Accepts tensors on any device.
   static void cpu(const Args& args, std::span<Tensor> results);
   static Results<0> reference(const Args& args) { return made_by_cpu<RecordAmax>(args); }
 };
 void record_amax(const ScalingState& state, const at::Tensor& amax, const at::Tensor& region,
                  const SlotRange& slots, bool counts);
 
-/// Throws c10::ValueError unless a state is as take_scale wants it, with room for slots [first,
-/// first + count).
+/// Throws c10::ValueError unless the state is as take_scale demands and has slots [first, first +
+/// count).
 void check_state(const ScalingState& state, int64_t first, int64_t count);
 
-/// Ends the step of these states: reduces their amaxes over the groups of those that have one, all
-/// of a group in one collective, then updates each (kernels/delayed.h). The GIL must not be held.
+/// Ends the step of these states: reduces amaxes over the states' groups, in one collective per
+/// group, then updates each state (kernels/delayed.h). The caller must not hold the GIL.
 ///
-/// Throws: c10::Error where the processes of a group come with different numbers of amaxes.
+/// Throws: c10::Error if the processes of a group have different numbers of amaxes.
 TANDEM_API void update_states(std::span<const PendingUpdate> states);
 
-/// The number of the autocast region around the caller, [1], int64, on the device of `like`; where
-/// there is none one of its own, as for a step of compiled code that has entered one.
+/// The number of the autocast region around the caller, [1], int64, on the device of `like`.
+/// Outside of any region it is a new number: compiled code whose region was entered while tracing
+/// gets one per step.
 struct RegionNumber {
   static constexpr const char* kName = "region_number";
   static constexpr std::array kResults{"number"};
@@ -169,8 +171,8 @@ struct RegionNumber {
   static Results<1> reference(const Args& args) { return made_by_cpu<RegionNumber>(args); }
 };
 
-/// Tells the number of the outermost autocast region around the caller; for whoever knows of more
-/// than this thread's (weights.h).
+/// Sets the function that returns the number of the outermost autocast region around the caller. It
+/// may know of more than this thread's region (weights.h).
 TANDEM_API void set_region_reader(int64_t (*reader)());
 
 }  // namespace kernel_ops

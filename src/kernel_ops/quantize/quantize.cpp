@@ -16,8 +16,8 @@ namespace {
 
 Direction direction_of(bool column) { return column ? Direction::column : Direction::row; }
 
-/// The sizes of the numbers of the codes that K is given, after checking that all of it belongs
-/// together.
+/// The sizes of the dequantized values of K's codes. Checks that codes, scales and amax fit each
+/// other.
 template <typename K>
 c10::SymDimVector checked_sizes(const typename K::Args& args) {
   constexpr const char* op = K::kName;
@@ -49,7 +49,7 @@ c10::SymDimVector checked_sizes(const typename K::Args& args) {
   return numbers;
 }
 
-/// What decodes codes whose scales are applied to each number.
+/// The arguments that dequantize codes whose scales are applied to each element.
 Dequantize::Args with_scales(const Decode::Args& args) {
   return {.codes = args.codes,
           .dequant_scale = args.dequant_scale,

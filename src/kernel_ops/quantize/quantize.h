@@ -1,5 +1,5 @@
-// Quantizing as kernel ops: codes of a tensor, their numbers, and what turns the product of codes
-// into numbers.
+// Quantizing as kernel ops: codes of a tensor, their dequantized values, and the scaling of a
+// product of codes.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
@@ -9,13 +9,13 @@ namespace tandem::kernel_ops {
 /// The codes of x, their scales and its amax, as the quantizer says: x ~= decode(codes) *
 /// dequant_scale.
 ///
-/// given: a scale of the past or a seed, as the quantizer takes it (given_to).
-/// output_mask: not by result, but row codes with their scale, column codes with theirs, amax. What
-/// is masked out is empty, and so are the amaxes of rows and columns unless the format has a second
-/// level of scale. Where one value serves both directions, it is that of rows, written if either is
-/// wanted.
-/// Shapes: x any -> codes like x, uint8, never transposed, or packed; these and scales as the
-///         format's layout says; amax [], float32, those of rows and columns [1].
+/// given: a scale or a seed, if the quantizer needs one (given_to).
+/// output_mask: whether row codes with their scale, column codes with their scale, and the amax are
+/// wanted. Results that are not wanted are empty, and so are row_amax and column_amax unless the
+/// format has a second level of scale. If one value serves both directions, it is returned as row
+/// codes if either direction is wanted.
+/// Shapes: x any -> codes like x, uint8, never transposed; packed codes and scales as the format's
+///         layout says; amax [], float32; row_amax, column_amax [1].
 /// Error:  none: bitwise what the numerics page specifies (test GoldenQuantize).
 struct Quantize {
   static constexpr const char* kName = "quantize";
@@ -32,9 +32,11 @@ struct Quantize {
   static Results<group_size> reference(const Args& args);
 };
 
-/// y = decode(codes) * dequant_scale in float32, rounded once to `dtype`; `column` says which
-/// direction the codes are of, `amax` is what comes with codes that have one. Packed codes have
-/// numbers of more than one size: `sizes` says which, without it the padding is there too.
+/// y = decode(codes) * dequant_scale in float32, rounded once to `dtype`. `column` says in which
+/// direction the codes are, and `amax` belongs to codes whose format has one. Packed codes do not
+/// determine the sizes of their dequantized values: `sizes` does; without it y includes the
+/// padding.
+///
 /// Throws:  c10::TypeError on a dtype other than float32, bfloat16, float16 and float64.
 struct Dequantize {
   static constexpr const char* kName = "dequantize";
@@ -54,8 +56,8 @@ struct Dequantize {
   static Results<1> reference(const Args& args);
 };
 
-/// An operand of an emulated product as float32, exactly: decode(codes), times its scales unless
-/// those apply at the product's end; of packed codes with their padding.
+/// An operand of an emulated product in float32, exactly: decode(codes), times the scales unless
+/// these apply to the product. Packed codes give their padding too.
 struct Decode {
   static constexpr const char* kName = "decode";
   static constexpr std::array kResults{"numbers"};
@@ -72,8 +74,8 @@ struct Decode {
   static Results<1> reference(const Args& args);
 };
 
-/// y = (product * a_scale) * b_scale in float32, rounded once to `dtype`; a scale that is absent
-/// was applied before.
+/// y = (product * a_scale) * b_scale in float32, rounded once to `dtype`. A scale is absent if the
+/// operand already includes it.
 struct ScaleProduct {
   static constexpr const char* kName = "scale_product";
   static constexpr std::array kResults{"y"};

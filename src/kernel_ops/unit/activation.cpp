@@ -22,7 +22,7 @@ Tensor column_sums(const Tensor& grad_z) {
       .to(grad_z.scalar_type());
 }
 
-/// One value per row, shaped to broadcast over x.
+/// A scale per row, shaped to broadcast over x.
 Tensor per_row(const Tensor& scales, const Tensor& x) {
   c10::SymDimVector sizes = sizes_of(x);
   sizes.back() = 1;
@@ -53,7 +53,7 @@ Results<2> ActivationForward::reference(const Args& args) {
   const ActivationFunction function(args.activation, args.is_gated);
   const Tensor sum = args.bias ? args.x + *args.bias : args.x;
   Results<2> results{masked_out(sum), masked_out(sum)};
-  if (args.output_mask[z]) results[z] = args.bias ? sum : sum.clone();  // no alias of an operand
+  if (args.output_mask[z]) results[z] = args.bias ? sum : sum.clone();  // must not alias an operand
   if (args.output_mask[y]) results[y] = function.value(widened(sum)).to(sum.scalar_type());
   return results;
 }

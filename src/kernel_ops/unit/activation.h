@@ -1,5 +1,5 @@
-// Activations and gated linear units as kernel ops: with the bias of the product before them, or
-// times a number per row.
+// Activations and gated units as kernel ops: after the bias of a product, or times one number per
+// row.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
@@ -7,12 +7,12 @@
 
 namespace tandem::kernel_ops {
 
-/// act(z) as a user of libtorch would write it. Throws c10::ValueError for a name that is none.
+/// act(z) in torch operations. Throws c10::ValueError for an unknown name.
 TANDEM_API Tensor activation(std::string_view name, const Tensor& z);
 
-/// z = x + bias; y = act(z), or the formula of a gated unit, such as act(a) * b, with [a, b] the
-/// halves of the last dimension of z, or blocks by turns: the gate comes first. `activation` is
-/// what activation_function.h says.
+/// z = x + bias; y = act(z), or the formula of a gated unit, such as act(a) * b. a and b are the
+/// halves of the last dimension of z, or alternating blocks of it, and the gate a comes first.
+/// `activation` is a text as in activation_function.h.
 ///
 /// Shapes:  x [..., cols], bias [cols] -> z, y like x; gated y [..., cols / 2].
 /// Dtypes:  z and y as x + bias promotes.
@@ -34,8 +34,8 @@ struct ActivationForward {
   static Results<2> reference(const Args& args);
 };
 
-/// grad_z = grad_y times the derivative of y by z; y as forward wrote it; grad_bias = sum over rows
-/// of grad_z, in the dtype of grad_z.
+/// grad_z = grad_y times the derivative of y by z; y is as forward wrote it; grad_bias = sum over
+/// rows of grad_z, in the dtype of grad_z.
 struct ActivationBackward {
   static constexpr const char* kName = "activation_backward";
   enum Result : size_t { grad_z, y, grad_bias };
@@ -58,7 +58,7 @@ struct ActivationBackward {
 /// Throws c10::ValueError unless there is one scale per row of x.
 void check_scales(const Tensor& x, const Tensor& scales);
 
-/// y = act(x) * scales, of a gated unit its formula instead of act; one number per row of x.
+/// y = act(x) * scales, with one scale per row of x; for a gated unit, its formula instead of act.
 ///
 /// Shapes:  x [..., cols], gated [..., 2 * cols], scales [...] -> y [..., cols].
 /// Dtypes:  y as x.
@@ -78,7 +78,7 @@ struct ScaledActivationForward {
 };
 
 /// grad_x = grad_y * scales times the derivative of act(x); grad_scales = sum over columns of
-/// grad_y * act(x); y as forward wrote it.
+/// grad_y * act(x); y is as forward wrote it.
 struct ScaledActivationBackward {
   static constexpr const char* kName = "scaled_activation_backward";
   enum Result : size_t { grad_x, grad_scales, y };

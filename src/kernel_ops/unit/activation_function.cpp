@@ -14,7 +14,7 @@ namespace tandem::kernel_ops {
 
 using kernels::UnitNumbers;
 
-/// An activation and its reference; of a unit with numbers also the other factor.
+/// An activation and its reference; for a unit with numbers also the factor of the gate.
 struct ActivationRow {
   using Value = Tensor (*)(const Tensor& z, const UnitNumbers& numbers);
   using Grad = Tensor (*)(const Tensor& grad_y, const Tensor& z, const UnitNumbers& numbers);
@@ -67,7 +67,7 @@ const ActivationRow& row_of(std::string_view name, bool is_gated) {
                     "\". Use one of these or write the op in Python.");
 }
 
-/// Names of the numbers that the text of a row holds.
+/// The names of the numbers in the text of a row.
 std::array<std::string_view, 3> numbers_of(const ActivationRow& row) {
   if (row.other == nullptr) return {};
   return kernels::kNumberedUnits[static_cast<size_t>(row.activation) -
@@ -100,7 +100,7 @@ bool take(std::string_view& text, std::string_view name, T& number) {
                     "\". Write all finite numbers, in this order.");
 }
 
-/// The sizes of z with its last dimension in blocks: a and b by turns.
+/// The sizes of z with its last dimension split into alternating blocks of a and b.
 c10::SymDimVector blocks_of(const Tensor& z, size_t block) {
   c10::SymDimVector sizes = sizes_of(z);
   const auto columns = static_cast<int64_t>(block);

@@ -1,5 +1,6 @@
-// What activations and gated units apply, by the text that kernel ops take: a row of
-// tandem/activations.h, behind colons the numbers of a unit that has any, and how a and b lie.
+// Activations and gated units by the text that kernel ops take: the name of a row of
+// tandem/activations.h, the numbers of a unit that has any, and the layout of a and b, separated by
+// colons.
 //
 //   silu    silu:interleave=32    clamped_swiglu:limit=7:alpha=1.702:glu_linear_offset=1
 #pragma once
@@ -13,18 +14,18 @@ struct ActivationRow;
 
 class ActivationFunction {
  public:
-  /// Throws c10::ValueError for a text that is none: of no gated unit a row's name alone.
+  /// Throws c10::ValueError for a text that is not valid. If not gated, only a row's name is valid.
   ActivationFunction(std::string_view text, bool is_gated);
 
   const kernels::Function& kernel() const { return kernel_; }
 
-  /// Throws c10::ValueError unless a gated unit's z has an a and a b.
+  /// Throws c10::ValueError unless z can be split into a and b, if the unit is gated.
   void check(std::string_view op, const Tensor& z) const;
-  /// y of this z.
+  /// The spec of y for this z.
   ResultSpec y_like(const Tensor& z, at::ScalarType dtype, bool wanted = true) const;
 
-  /// y of a wide z, in differentiable operations. Throws c10::TypeError where z is whole numbers
-  /// and y has fractions.
+  /// y for z in a wide dtype, in differentiable operations. Throws c10::TypeError if z holds
+  /// integers and y has fractions.
   Tensor value(const Tensor& z) const;
   /// The gradient of z.
   Tensor grad(const Tensor& grad_y, const Tensor& z) const;

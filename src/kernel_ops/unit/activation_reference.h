@@ -1,5 +1,5 @@
-// The activations in torch's operations, which can be differentiated again: a specialization for
-// each row of tandem/activations.h, and for each unit that has numbers.
+// The activations in torch's differentiable operations: a specialization for each row of
+// tandem/activations.h, and for each unit that has numbers.
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -26,17 +26,17 @@ namespace tandem::kernel_ops {
 
 using kernels::Activation;
 
-/// value(z), and grad(grad_y, z) = grad_y * act'(z). For every finite z it is finite where grad_y
-/// is; at an infinite z it is what torch's formulas give, NaN for some.
+/// value(z), and grad(grad_y, z) = grad_y * act'(z). For every finite z the gradient is finite if
+/// grad_y is; for an infinite z it is what torch's formulas give, which is NaN for some.
 template <Activation>
 struct ActivationReference;
 
-/// The same for a gated unit with numbers, of its gate; y = value(a) other(b).
+/// The gate of a gated unit with numbers, and its factor: y = value(a) other(b).
 template <Activation>
 struct UnitReference;
 
-// 1 - x is at::rsub(x, 1): ATen's operator with a number before a tensor writes in place, and an
-// exported program may hold no operation that does.
+// 1 - x is written as at::rsub(x, 1): ATen's operator with a number before a tensor writes in
+// place, which an exported program must not do.
 
 /// z sigmoid(rate z), and its gradient.
 inline at::Tensor linear_gate(const at::Tensor& z, double rate) {
@@ -116,7 +116,7 @@ struct ActivationReference<Activation::erf_gelu> {
   }
 
  private:
-  // 1 + erf(x) is erfc(-x), which does not cancel.
+  // 1 + erf(x) is written as erfc(-x), which does not cancel.
   static at::Tensor phi(const at::Tensor& z) { return 0.5 * at::erfc(-0.7071067811865476 * z); }
 };
 
@@ -133,7 +133,7 @@ template <>
 struct ActivationReference<Activation::softplus> {
   static at::Tensor value(const at::Tensor& z) { return at::softplus(z); }
   static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
-    return at::where(z > 20, grad_y, grad_y * at::sigmoid(z));  // at::softplus is z there
+    return at::where(z > 20, grad_y, grad_y * at::sigmoid(z));  // there at::softplus(z) is z
   }
 };
 

@@ -10,7 +10,7 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// The result, or memory of its own where nobody wants what a kernel always writes.
+/// The result, or scratch memory if it is not wanted: a kernel always writes it.
 Tensor or_scratch(const Tensor& result, const ResultSpec& spec) {
   return result.defined() ? result : empty_cpu(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype);
 }
@@ -45,7 +45,7 @@ void ActivationBackward::cpu(const Args& args, std::span<Tensor> results) {
   const kernels::Vector totals = vector_out(results[grad_bias]);
   if (!args.codes && !args.y_codes) {
     const auto run = args.is_gated ? kernels::cpu::glu_backward : kernels::cpu::activation_backward;
-    // Sums of columns are of grad_z as rounded.
+    // Sums of columns are sums of the rounded grad_z.
     return run(function, of_grad, of_z, rows_out(or_scratch(results[grad_z], like(args.z))), totals,
                rows_out(results[y]));
   }

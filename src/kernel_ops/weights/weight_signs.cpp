@@ -14,7 +14,8 @@
 #include "kernel_ops/framework/operands.h"
 #include "kernels/digest.h"
 
-/// The CUDA runtime, where torch has loaded it: weak, so that a torch without it loads too.
+/// The CUDA runtime, if torch has loaded it. The symbol is weak, so that this library loads with a
+/// torch that lacks it.
 extern "C" __attribute__((weak)) int cudaStreamIsCapturing(void* stream, int* status);
 
 namespace tandem::kernel_ops {
@@ -32,9 +33,9 @@ using HeldVersion = c10::VariableVersion;
 bool is_dead(const HeldStorage& storage) { return storage.expired(); }
 bool is_dead(const HeldVersion& version) { return version.unique(); }
 
-/// Numbers of objects, none given twice. What is held of an object keeps its address from being
-/// used again, and no data alive; what is held of dead ones goes when there are as many as of
-/// living ones. Guarded by `workspace_mutex`.
+/// Assigns numbers to objects; no number is used twice. What an entry holds prevents reuse of the
+/// object's address and keeps no data alive. Entries of dead objects are erased once they are as
+/// many as the living ones. Guarded by `workspace_mutex`.
 template <typename Held, typename More>
 class Numbers {
  public:
@@ -59,18 +60,18 @@ class Numbers {
   size_t limit_ = 64;
 };
 
-/// What those who made codes of a weight have read, each with a workspace of its own.
+/// The last bytes of a weight that were read to make codes, for any of its workspaces.
 struct Read {
-  /// Digest of the last bytes; 0 where none were read.
+  /// Digest of the weight's bytes when its codes were last made; 0 if the bytes were not read.
   int64_t content = 0;
-  /// How often they were others than before, or were said to be.
+  /// How often the bytes had changed by then, or were declared new.
   int64_t rewrites = 0;
 };
 
-/// What lies in a storage: weights by `place_of`.
+/// The weights in a storage, keyed by `place_of`.
 struct Contents {
   std::unordered_map<int64_t, Read> weights;
-  /// How often all of it was said to be new.
+  /// How often the whole storage was declared new.
   int64_t rewrites = 0;
 };
 
@@ -84,9 +85,9 @@ Storages::Entry& entry_of(const at::Tensor& tensor) {
 
 int64_t number_of_storage(const at::Tensor& tensor) { return entry_of(tensor).number; }
 
-/// Of the counter that a tensor shares with its views and with what detach() gives. A weak
-/// reference to the tensor itself would not do: torch.utils.swap_tensors refuses tensors that have
-/// one.
+/// The number of the version counter that a tensor shares with its views and with the results of
+/// detach(). A weak reference to the tensor itself is no alternative, because
+/// torch.utils.swap_tensors refuses tensors that have one.
 int64_t number_of_version_counter(const at::Tensor& tensor) {
   static auto& numbers = *new Numbers<HeldVersion, std::monostate>;
   const HeldVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
@@ -97,7 +98,7 @@ int64_t number_of_version_counter(const at::Tensor& tensor) {
 }
 
 /// Whether work on the current stream of the weight's device is recorded into a graph. Up to torch
-/// 2.11 a stream has no answer of its own: that of CUDA is asked.
+/// 2.11 streams do not answer this, so the CUDA runtime is queried.
 template <typename Stream = c10::Stream>
 bool is_captured(Pieces weight) {
   const c10::Device device = weight[0].device();
@@ -113,7 +114,7 @@ bool is_captured(Pieces weight) {
   }
 }
 
-/// One number of those of all pieces, another where one of them is; of one piece its own.
+/// One number that changes with the number of any piece; for one piece, its own number.
 template <typename Of>
 int64_t combined(Pieces weight, Of&& number_of) {
   constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;
@@ -123,12 +124,12 @@ int64_t combined(Pieces weight, Of&& number_of) {
   return static_cast<int64_t>(number);
 }
 
-/// Without a version counter a write inside inference mode leaves no sign.
+/// Whether writes leave a sign: a tensor of inference mode has no version counter.
 bool has_versions(Pieces weight) {
   return std::ranges::none_of(weight, [](const at::Tensor& piece) { return piece.is_inference(); });
 }
 
-/// What codes depend on besides the weight's numbers and the quantizer.
+/// A hash of what the codes depend on besides the weight's numbers and the quantizer.
 int64_t hash_of(const at::Tensor& weight, GroupMask mask) {
   size_t hash =
       c10::get_hash(mask[0], mask[1], static_cast<int>(weight.scalar_type()), weight.is_neg());
@@ -149,10 +150,10 @@ Read& read_of(Pieces weight) {
   return entry_of(weight[0]).more.weights[place];
 }
 
-/// What says, without a look at bytes, that they may be others: steps of optimizers, and what other
-/// workspaces of the weight were told or found.
+/// A number that changes if the bytes may have changed, without reading them: optimizers stepped,
+/// or other workspaces of the weight found changed bytes or were told of them.
 int64_t writes_told_of(Pieces weight) {
-  constexpr int64_t kApart = int64_t{1} << 32;  // from steps
+  constexpr int64_t kApart = int64_t{1} << 32;  // apart from the epochs of steps
   int64_t rewrites = read_of(weight).rewrites;
   for (const at::Tensor& piece : weight) rewrites += entry_of(piece).more.rewrites;
   return optimizer_epoch.load() + kApart * rewrites;
@@ -167,7 +168,7 @@ std::mutex& workspace_mutex() {
 
 bool is_recorded(Pieces weight) { return is_captured(weight); }
 
-bool are_on_host(Pieces weight) { return is_on_host(weight[0]); }  // and so are the others
+bool are_on_host(Pieces weight) { return is_on_host(weight[0]); }  // all pieces lie on one device
 
 bool is_readable(Pieces weight) {
   return are_on_host(weight) && std::ranges::all_of(weight, [](const at::Tensor& piece) {

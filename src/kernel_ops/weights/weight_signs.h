@@ -1,5 +1,5 @@
-// What is seen of a weight: by these signs, in the stamp of a workspace, codes are known to be its
-// own.
+// The signs of a weight: what is observed of it without reading its bytes. Compared with the stamp
+// of a workspace, they show whether the codes in it are the weight's.
 #pragma once
 
 #include <array>
@@ -11,64 +11,66 @@
 
 namespace tandem::kernel_ops {
 
-/// Two threads that call one pipeline must not write one workspace at once. Numbers of storages and
-/// version counters are given under it too.
+/// Held while a workspace is written: two threads may call one pipeline. It also guards the numbers
+/// of storages and version counters.
 std::mutex& workspace_mutex();
 
-/// Places in a stamp.
+/// Indices of a stamp.
 enum Stamp : int64_t {
   storage,
   data_pointer,
   version_counter,
   version,
-  /// Of optimizers.
+  /// Steps of optimizers and known changes of the weight (weights_changed, note_read).
   epoch,
-  /// Of autocast.
+  /// The autocast region.
   stamped_region,
-  /// Which quantizer.
+  /// A hash of the quantizer.
   made_by,
   layout,
-  /// What the weight's bytes were.
+  /// Digest of the weight's bytes when its codes were made.
   content,
-  /// What the next call and the last one are told of the weight.
+  /// What the caller has declared for the next call, and for the last one.
   said_for_next,
   said_last,
-  /// How each has last come by the codes.
+  /// How forward and backward have last obtained the codes.
   in_forward,
   in_backward,
   stamp_places
 };
 static_assert(kStampSize == stamp_places, "a stamp has one number for each of its places");
-/// The first of them.
+/// The fields of a stamp before `content`.
 using Signs = std::array<int64_t, content>;
 
-/// All that is seen of a weight without a look at its bytes.
+/// The signs of a weight.
 Signs signs_of(Pieces weight, const Quantizer& quantizer, GroupMask mask);
-/// To be called by whoever has read a weight's bytes to make codes of them: `content` is their
-/// digest, or 0. Where they are others than those that were read before, or, unread, `is_said_new`,
-/// the signs in stamps of other workspaces are the weight's no more; those given become so.
+/// Notes that a weight's bytes were read or its codes made. `content`: the digest of the bytes, or
+/// 0 if they were not read. If the bytes differ from those that were read before, or are not read
+/// but declared new (`is_said_new`), the signs in stamps of other workspaces become outdated, and
+/// `signs` becomes current.
 void note_read(Pieces weight, int64_t content, bool is_said_new, Signs& signs);
-/// Whether the stamp has these signs.
+/// Whether the stamp has these signs in the given fields.
 bool agree(const int64_t* stamp, const Signs& signs, std::initializer_list<Stamp> fields);
 
 bool are_on_host(Pieces weight);
-/// Whether the bytes of a weight can be compared: on an accelerator that would wait for the device.
+/// Whether the bytes of a weight can be read at once: on an accelerator the host would wait for the
+/// device.
 bool is_readable(Pieces weight);
-/// A digest of the bytes; 0 where they cannot be read.
+/// A digest of the bytes; 0 if they are not readable.
 int64_t content_of(Pieces weight);
 int64_t hash_of(const Quantizer& quantizer);
-/// Whether the device records what it is given, to run it again when nobody asks here: then the
-/// codes are part of what is recorded.
+/// Whether the device records its work into a graph, whose replays do not return to the host: then
+/// the graph must contain the computation of the codes.
 bool is_recorded(Pieces weight);
 
-/// Whether the codes serve, by the signs and, where that is needed, the bytes, which `content_now`
-/// then is the digest of.
+/// Whether the codes that a workspace with this stamp holds are the weight's: by the signs and, if
+/// needed, the bytes, whose digest is then stored in `content_now`.
 bool are_codes_of(Pieces weight, const int64_t* stamp, const Signs& signs, Said said, bool backward,
                   std::optional<int64_t>& content_now);
-/// Why codes that do not serve do not.
+/// Why the codes that a workspace with this stamp holds are not the weight's.
 CodesWere reason(Pieces weight, const int64_t* stamp, const Signs& signs, Said said, bool backward);
 
-/// Which codes a workspace has room for.
+/// Which parts of a group a workspace has room for.
 GroupMask mask_of(const Workspace& workspace);
 
 }  // namespace tandem::kernel_ops

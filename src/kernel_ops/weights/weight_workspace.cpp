@@ -1,4 +1,4 @@
-// The tensors of a workspace: made, and checked before they are written.
+// The tensors of a workspace: their allocation, and the checks before they are written.
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
@@ -18,7 +18,7 @@ GroupMask mask_of(const Workspace& workspace) {
 }
 
 Workspace make_workspace(Pieces weight, const Quantizer& quantizer, GroupMask mask, CodesWere why) {
-  const c10::InferenceMode no_inference(false);  // it must serve in every mode
+  const c10::InferenceMode no_inference(false);  // the workspace must serve in every mode
   Workspace workspace;
   const auto specs = group_specs("refresh_weight_", like_joined(weight).sym_sizes(), std::nullopt,
                                  quantizer, mask);
@@ -80,7 +80,7 @@ void check_workspace(Pieces weight, const Workspace& workspace, const Quantizer&
     const c10::SymIntArrayRef sizes =
         is_stamp ? c10::SymIntArrayRef(stamp_size) : c10::SymIntArrayRef(specs[part].sizes);
     const bool is_meta = weight[0].is_meta() && tensor.defined() && tensor.is_meta();
-    // the stamp is read on the host
+    // The host reads the stamp.
     const c10::Device device = is_stamp && !is_meta ? c10::Device(at::kCPU) : weight[0].device();
     TORCH_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == dtype &&
                           tensor.sym_sizes() == sizes && tensor.device() == device,
@@ -98,7 +98,7 @@ void check_workspace(Pieces weight, const Workspace& workspace, const Quantizer&
                       " as it lies in memory, got a negated view ",
                       "(is_neg). Allocate the workspace by itself.");
   }
-  // Of sizes that are symbols there is no memory.
+  // Tensors with symbolic sizes have no memory.
   const auto has_memory = [&](size_t part) {
     return is_there(part) && !workspace[part].unsafeGetTensorImpl()->has_symbolic_sizes_strides();
   };

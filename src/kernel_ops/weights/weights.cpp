@@ -32,7 +32,7 @@ std::array<Part, group_amax> parts_of(const Workspace& workspace) {
   return parts;
 }
 
-/// What codes are made of: no gradient is recorded.
+/// The source of codes: the pieces joined, detached from autograd.
 at::Tensor whole(Pieces weight) {
   if (weight.size() == 1) return weight[0].detach();
   c10::SmallVector<at::Tensor, 4> detached;
@@ -42,7 +42,8 @@ at::Tensor whole(Pieces weight) {
 
 }  // namespace
 
-/// Without memory nothing is written: a workspace in memory, too, would keep its old codes.
+/// Without memory, as for meta tensors, this check is all: even a workspace in memory keeps its
+/// codes.
 Specs<0> RefreshWeight::shapes(const Args& args) {
   check_workspace(args.weight, workspace_of(args), args.quantizer);
   return {};
@@ -74,7 +75,7 @@ void RefreshWeight::cpu(const Args& args, std::span<Tensor> /*results*/) {
   if (!backward) stamped[in_backward] = 0;
   if (is_found) {
     ++reused;
-    if (content_now && !backward) {  // the same bytes, whatever the signs say
+    if (content_now && !backward) {  // equal bytes, whatever the signs say
       note_read(weight, *content_now, /*is_said_new=*/false, signs);
       std::ranges::copy(signs, stamped);
     }
@@ -83,7 +84,8 @@ void RefreshWeight::cpu(const Args& args, std::span<Tensor> /*results*/) {
   ++made;
   if (!content_now) content_now = content_of(weight);
   note_read(weight, *content_now, said == Said::first_microbatch && !backward, signs);
-  // Another thread may read codes of this weight: they are written only where that changes them.
+  // Another thread may be reading codes of this weight: parts are written only if that changes
+  // them.
   const bool may_be_read =
       are_on_host(weight) && stamped[storage] != 0 && stamped[content] == *content_now &&
       agree(stamped, signs, {made_by, layout}) &&
@@ -100,14 +102,14 @@ void RefreshWeight::cpu(const Args& args, std::span<Tensor> /*results*/) {
                            : parts[i];
       },
       of_source);
-  const at::AutoDispatchBelowADInplaceOrView no_versions;  // which tell of others' writes
+  const at::AutoDispatchBelowADInplaceOrView no_versions;  // versions count writes by others
   for (size_t i = 0; i < parts.size(); ++i)
     if (parts[i].defined() && !results[i].is_same(parts[i]) &&
         !(may_be_read && at::equal(results[i], parts[i])))
       parts[i].copy_(results[i]);
   std::ranges::copy(signs, stamped);
   stamped[content] = *content_now;
-  if (recorded) stamped[storage] = 0;  // nothing has been written yet
+  if (recorded) stamped[storage] = 0;  // nothing is written before a replay
 }
 
 void refresh_weight(Pieces weight, const Workspace& workspace, const Quantizer& quantizer,
@@ -209,13 +211,13 @@ std::array<CodesWere, 2> last_uses(const at::Tensor& stamp) {
 RefreshCounts refresh_counts() { return {made.load(), reused.load()}; }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  // The host decides, at each call: Inductor leaves such ops between the CUDA graphs that it makes.
+  // The host decides at each call, so Inductor must keep these ops out of its CUDA graphs.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   register_of_all_dtypes<RefreshWeight>(library, tags);
   register_of_all_dtypes<CodesOfWeight>(library, tags);
   register_of_all_dtypes<SayOfWeight>(library, tags);
-  // torch's kernels of these keys write a mutable argument back from a result, which these ops have
-  // none of.
+  // torch's kernels of these keys copy a result into the mutable argument, but these ops return
+  // none.
   for (const char* op : {RefreshWeight::kName, CodesOfWeight::kName, SayOfWeight::kName})
     for (const auto key : {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate})
       library.impl(op, key, torch::CppFunction::makeFallthrough());

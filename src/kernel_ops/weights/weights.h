@@ -1,31 +1,29 @@
-// The codes of weights, made where they are not there: which codes serve a weight, when they are
-// made again and why, all in one place.
+// The codes of weights, cached in workspaces: which codes serve a weight, and when and why they are
+// requantized. All rules are here.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
 
 namespace tandem::kernel_ops {
 
-/// Numbers in a stamp: those of Stamp (weight_signs.h).
+/// The size of a stamp: one number per field of Stamp (weight_signs.h).
 inline constexpr int64_t kStampSize = 13;
 
-/// The tensors of a workspace, in this order: those of the group that its quantizer writes, then
+/// The tensors of a workspace in their order: those of the group that its quantizer writes, then
 /// the stamp.
 enum WorkspacePart : size_t { stamp_part = group_size, workspace_size };
 inline constexpr const char* kWorkspaceNames[workspace_size] = {
     "row_codes",    "row_scale",   "row_amax", "column_codes",
     "column_scale", "column_amax", "amax",     "stamp"};
 
-/// A weight as it lies in memory: one tensor, or pieces that are one behind the other along their
-/// first dimension (kernel_ops/elementwise/join.h).
+/// A weight in memory: one tensor, or pieces to join along their first dimension
+/// (kernel_ops/elementwise/join.h).
 using Pieces = at::TensorList;
 
-/// A workspace as it is passed around: undefined where the weight's readers need no codes of that
-/// direction.
+/// The tensors of a workspace; undefined for a direction in which no reader needs codes.
 using Workspace = std::array<at::Tensor, workspace_size>;
 
-/// Which tensors the workspace of a weight has whose codes are read in these directions: `mask` is
-/// that of a group.
+/// Whether the workspace of a weight has this part if `mask` says which parts of a group are read.
 inline bool has_part(const Quantizer& quantizer, GroupMask mask, size_t part) {
   return part == stamp_part || is_written(quantizer, written_of(quantizer, mask), part);
 }
@@ -33,10 +31,10 @@ inline bool has_part(const Quantizer& quantizer, GroupMask mask, size_t part) {
 /// What a caller says of a weight: nothing, so that every write is seen; that this is the first
 /// micro-batch of a step, so that its codes are made; that nobody has written it since they were.
 enum class Said : int64_t { nothing, first_microbatch, unchanged };
-/// What callers in this thread say.
+/// What callers in this thread declare.
 TANDEM_API Said said_now();
 TANDEM_API void say(Said said);
-/// Says it in the stamp of a workspace, of its next call in forward.
+/// Declares something in the stamp of a workspace, for the workspace's next call in forward.
 struct SayOfWeight {
   static constexpr const char* kName = "say_of_weight_";
   static constexpr std::array<const char*, 0> kResults{};
@@ -50,11 +48,11 @@ struct SayOfWeight {
   static void cpu(const Args& args, std::span<Tensor> results);
   static Results<0> reference(const Args& args) { return made_by_cpu<SayOfWeight>(args); }
 };
-/// To be called where that is the first micro-batch and nothing quantizes these weights: codes of
-/// them that are held for other calls are not believed then without a look at the bytes.
+/// Must be called for weights that a first micro-batch does not quantize: signs of their cached
+/// codes become outdated, so only equal bytes can still confirm these.
 TANDEM_API void note_first_microbatch(at::TensorList weights);
 
-/// How a call has come by the codes of a weight: found, or why they were made.
+/// How a call obtained the codes of a weight: it found them, or why it made them.
 enum class CodesWere : int64_t {
   unused,
   found,
@@ -71,38 +69,40 @@ enum class CodesWere : int64_t {
   of_the_last_step,
   recorded,
 };
-/// "first use".
+/// The reason as `explain` prints it: "first use".
 TANDEM_API std::string_view text_of(CodesWere codes);
 
-/// A fresh one, whose stamp says that it holds nothing, and why there was none.
+/// A new workspace. Its stamp says that it holds nothing, and why it was created.
 Workspace make_workspace(Pieces weight, const Quantizer& quantizer, GroupMask mask,
                          CodesWere why = CodesWere::first_used);
 
-/// `workspace` where it can hold these codes of `weight`, those of further directions beside them;
-/// else a fresh one, whose stamp says why. Whose codes it holds is asked when they are used.
+/// `workspace` if it has room for these codes of `weight`, and perhaps for those of further
+/// directions; else a new one whose stamp says why. Whose codes it holds is checked when they are
+/// used.
 Workspace fitting_workspace(Pieces weight, const Quantizer& quantizer, GroupMask mask,
                             const Workspace& workspace);
 
-/// Writes codes, scales and amax of `weight` into the workspace unless they are there already.
+/// Writes codes, scales and amax of `weight` into the workspace, unless it holds them already.
 ///
-/// They are there, on the CPU, if they were made of the same bytes (kernels/digest.h) in the same
-/// layout and dtype by the same quantizer, whoever wrote them, in whatever region: FSDP,
-/// collectives, fused optimizers and `.data` write without moving a version. Elsewhere that would
-/// wait for the device: there, if storage, address, layout, version and its counter, optimizer
-/// epoch and quantizer are the same, and in forward the autocast region, outside of which it always
-/// writes. `backward` accepts the codes of any region: they belong to the weight that forward used.
-/// Storages and counters have numbers of their own, which no later one gets: an address comes back
-/// once its object is freed.
-/// Of pieces the signs and the bytes of all count, and they are joined only where codes are made.
-/// While the device records a graph (CUDA graphs) it always writes, and what is recorded does so
-/// whenever it runs; the stamp then says that it holds nothing.
-/// Where the caller says Said::unchanged, those signs are enough, of any region and without a look
-/// at the bytes; where it says Said::first_microbatch, forward writes. Backward goes by what its
-/// forward was told.
+/// On the CPU it holds them if they were made from equal bytes (kernels/digest.h) in equal layout
+/// and dtype by an equal quantizer, in whatever region. Versions do not suffice: FSDP, collectives,
+/// fused optimizers and `.data` write a weight without changing its version. On an accelerator the
+/// host would have to wait for the bytes. There the workspace holds them if storage, address,
+/// layout, version counter, version, optimizer epoch and quantizer are unchanged, and in forward
+/// also the autocast region; outside of a region forward always writes. `backward` accepts codes of
+/// any region, because they belong to the weight that forward used. Storages and version counters
+/// are identified by numbers that are never reused, because an address is reused after its object
+/// is freed.
 ///
-/// Shapes: as Quantize of the weight writes them; stamp [kStampSize] int64 on the CPU, zeros at
-///         first.
-/// Throws: as check_workspace, and as check_pieces.
+/// The signs and bytes of all pieces count, and pieces are joined only to make codes. While the
+/// device records a graph (CUDA graphs), the op always writes, and so does every replay; the stamp
+/// then says that the workspace holds nothing. If the caller declares Said::unchanged, unchanged
+/// signs suffice, in any region and without reading bytes. If it declares Said::first_microbatch,
+/// forward writes. Backward follows what was declared to its forward.
+///
+/// Shapes: as Quantize writes them for the weight; stamp [kStampSize] int64 on the CPU, initially
+///         zeros.
+/// Throws: as check_workspace and check_pieces.
 struct RefreshWeight {
   static constexpr const char* kName = "refresh_weight_";
   static constexpr std::array<const char*, 0> kResults{};
@@ -124,24 +124,27 @@ struct RefreshWeight {
 void refresh_weight(Pieces weight, const Workspace& workspace, const Quantizer& quantizer,
                     bool backward);
 
-/// The codes of `weight` in the directions of `mask`, by these rules: those in `workspace`, written
-/// again where they are not its codes; in a fresh workspace where that does not fit
-/// (fitting_workspace), or there is none. What the weight is kept in, and whether it is frozen,
-/// sharded or recomputed, does not matter: the caller asks for the directions that are read.
-///
-/// Returns where they are, for the next call, and how they came there: as it is in the stamp.
-/// Throws: c10::NotImplementedError where a gradient of the weight is recorded.
+/// The codes of a weight.
 struct WeightCodes {
+  /// Where the codes are, for the next call.
   Workspace workspace;
+  /// How the call obtained them, as the stamp says.
   CodesWere were = CodesWere::unused;
 };
+/// The codes of `weight` in the directions of `mask`, by the rules of RefreshWeight: in
+/// `workspace`, requantized if it does not hold them, or in a new one if it does not fit
+/// (fitting_workspace). They do not depend on how the weight is stored, or on whether it is frozen,
+/// sharded or recomputed.
+///
+/// Throws: c10::NotImplementedError if a gradient of the weight is recorded, or if its codes depend
+///         on more than the weight.
 TANDEM_API WeightCodes quantize_weight(const at::Tensor& weight, const Quantizer& quantizer,
                                        GroupMask mask = {true, true, true},
                                        const Workspace& workspace = {}, Said said = Said::nothing);
 
-/// The codes of the directions in `wanted`, as tensors of their own: copies of those in the
-/// workspace where they are the codes of `weight`, else made. What backward of a traced plan reads:
-/// it mutates nothing, and a compiler takes what is read beside a gradient for no part of forward.
+/// The codes of the directions in `wanted`, as new tensors: copies from the workspace if it holds
+/// the codes of `weight`, else made now. Backward of a traced plan reads them: the op mutates
+/// nothing, and because it reads a gradient, no compiler moves it into forward.
 struct CodesOfWeight {
   static constexpr const char* kName = "weight_codes";
   static constexpr std::array kResults{"row_codes",    "row_scale",    "row_amax",
@@ -167,36 +170,36 @@ std::array<at::Tensor, group_amax> weight_codes(Pieces weight, const Workspace& 
                                                 const Quantizer& quantizer,
                                                 std::array<bool, 2> wanted);
 
-/// A number of the memory that a tensor views, which no other memory gets, then or later; 0 of a
-/// tensor without memory.
+/// A number that identifies the memory of a tensor and is never reused; 0 for a tensor without
+/// memory.
 TANDEM_API int64_t number_of_memory(const at::Tensor& tensor);
 
-/// Whether a tensor is shaped as the stamp of a workspace is.
+/// Whether a tensor has the dtype and shape of a stamp.
 TANDEM_API bool is_stamp(const at::Tensor& tensor);
-/// How forward and backward have last come by the codes in a workspace.
+/// How forward and backward have last obtained the codes in a workspace.
 TANDEM_API std::array<CodesWere, 2> last_uses(const at::Tensor& stamp);
 
-/// A workspace is written in place, by whoever passed it: it must have the shapes and dtypes above,
-/// lie where the weight lies, be contiguous and no negated view, carry no gradient, and share no
-/// memory, neither among its parts nor with the weight. Throws c10::ValueError, and as
-/// check_pieces.
+/// Checks a workspace before it is written in place: its tensors must have the shapes and dtypes
+/// above, lie on the weight's device, be contiguous and no negated views, require no gradient, and
+/// share no memory with each other or with the weight. Throws c10::ValueError, and what
+/// check_pieces throws.
 void check_workspace(Pieces weight, const Workspace& workspace, const Quantizer& quantizer);
 
-/// Weights on an accelerator may have been written in a way that moves no version counter: every
-/// cached code is made again at its next use. torch.optim optimizers call this by a hook; others
-/// that write `.data` inside one autocast region must. On the CPU it ends what was said to be
-/// unchanged.
+/// Must be called after weights on an accelerator were written without a change of their version
+/// counters: every cached code is requantized at its next use. A hook calls it for torch.optim
+/// optimizers; other code that writes `.data` within one autocast region must call it. On the CPU
+/// it ends what was declared unchanged.
 TANDEM_API void weights_changed();
 
-/// The number of the outermost autocast region that is in force in this thread; 0 outside any.
+/// The number of the outermost autocast region of this thread; 0 outside any.
 int64_t current_region();
 TANDEM_API void set_region(int64_t number);
-/// A number that no other outermost region of the process has.
+/// A number for an outermost region, unique in the process.
 TANDEM_API int64_t new_region();
-/// The last of these numbers.
+/// The last number that new_region returned.
 int64_t last_region();
 
-/// How often codes have been made and found valid, for tests and `explain`.
+/// How often codes were made and how often they were found valid, for tests and `explain`.
 struct RefreshCounts {
   int64_t made = 0, reused = 0;
 };
