@@ -26,7 +26,7 @@ Watched& watched() {
   return kept;
 }
 
-/// The numbers that codes mean, for x's sizes.
+/// The dequantized values of codes, with the sizes of x.
 at::Tensor meaning(const at::Tensor& x, const at::Tensor& codes, const Codes& of,
                    const Quantizer& quantizer) {
   return kernel_ops::Dequantize::reference({.codes = codes,
@@ -39,7 +39,7 @@ at::Tensor meaning(const at::Tensor& x, const at::Tensor& codes, const Codes& of
       .to(at::kDouble);
 }
 
-/// The code of the largest number, as often as a byte holds it.
+/// A byte in which every code is that of the largest number.
 int64_t largest_code(const Quantizer& quantizer) {
   const kernels::Fp8Traits& traits = kernels::traits_of(quantizer.format->element);
   int64_t code = traits.largest;
@@ -72,7 +72,7 @@ QuantizationStatistics statistics_of(const at::Tensor& x, const Codes& codes,
   found.least_scale = scales.min().item<double>();
   found.largest_scale = scales.max().item<double>();
   found.underflow = share((finite != 0).logical_and(decoded == 0));
-  // Where the scale of a block is rounded to 0, its numbers are too small for it, not too large.
+  // If a block's scale is rounded to 0, its elements are too small for the format, not too large.
   const at::Tensor is_beyond = finite.abs() > scales * static_cast<double>(element.overflow_from);
   found.saturation = share(is_beyond.logical_and(decoded != 0));
   const at::Tensor lost = at::where(is_finite, decoded - finite, zero);

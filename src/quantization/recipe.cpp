@@ -17,7 +17,7 @@ namespace tandem {
 
 namespace {
 
-/// HYBRID gives gradients the wider range.
+/// Under HYBRID, gradients have the format with the wider range.
 bool is_wide(RecipeFormat format, bool is_gradient) {
   return is_gradient && format == RecipeFormat::hybrid;
 }
@@ -38,7 +38,7 @@ Option<Recipe> override_option() {
           "what backward multiplies by instead of codes"};
 }
 
-/// The functions of users, and what they have said.
+/// The functions that users registered, and their answers.
 class Choices {
  public:
   void add(std::string name, QuantizerChoice choice) {
@@ -57,7 +57,7 @@ class Choices {
       if (const auto known = choice->made.find(key); known != choice->made.end())
         return known->second;
     }
-    const std::string text = choice->choose(slot);  // no lock: it may wait for another thread
+    const std::string text = choice->choose(slot);  // unlocked: it may wait for another thread
     const Quantizer* const chosen = text.empty() ? nullptr : &quantizer(text);
     TORCH_CHECK_VALUE(chosen == nullptr || given_to(*chosen) != Given::scale,
                       "CustomRecipe: expected quantizers whose scales follow from the numbers, ",
@@ -97,8 +97,8 @@ Choices& choices() {
   return choices;
 }
 
-/// What a recipe is: the fields that describe it, in the order of Python's constructor, and how it
-/// quantizes. The only list of fields.
+/// The rules of a recipe: its fields in the order of Python's constructor, and how it quantizes.
+/// This is the only list of fields.
 template <typename Recipe>
 struct Rules;
 
@@ -298,7 +298,7 @@ const Signature& signature_of() {
   return signature;
 }
 
-/// Calls `body` with the type of the recipe of this name.
+/// Calls `body` with the type of the recipe with this name.
 template <typename Body, size_t... I>
 void with_named(std::string_view name, Body&& body, std::index_sequence<I...>) {
   const auto attempt = [&]<typename R>(std::type_identity<R> type) {

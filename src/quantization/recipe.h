@@ -1,5 +1,5 @@
-// Recipes: the user's choice of low-precision format and scaling, as frozen values that say how
-// each operand is quantized.
+// Recipes: the user's choice of low-precision formats and scales, as values that are never changed.
+// A recipe determines how each operand is quantized.
 #pragma once
 
 #include <functional>
@@ -16,8 +16,7 @@
 
 namespace tandem {
 
-/// Who is to be quantized: which operand of a product, of which op of the pipeline, which of a
-/// list.
+/// The operand to quantize: its role in a product, the op, and its index if it is a list element.
 struct QuantizeSlot {
   Role role = Role::input;
   /// Kind and label of the op: "basic_linear", "2.linear".
@@ -25,33 +24,32 @@ struct QuantizeSlot {
   size_t slot = 0;
 };
 
-/// What a recipe is asked by those who quantize; null: the tensor is not quantized. Throws
-/// c10::ValueError where a recipe of the user's names what is no quantizer, one with a state, or,
-/// for a weight, whose codes are kept from call to call, one that rounds by chance.
+/// The recipe's quantizer for an operand; nullptr: the operand is not quantized. Throws
+/// c10::ValueError if a function of the user names an invalid quantizer, one with a state, or, for
+/// a weight, whose codes are kept from call to call, one that rounds stochastically.
 TANDEM_API const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot);
 
-/// What quantizes a tensor, as a quantizer's text; empty: nothing does.
+/// A function that returns the text of an operand's quantizer; empty: the operand is not quantized.
 using QuantizerChoice = std::function<std::string(const QuantizeSlot& slot)>;
-/// Makes a function known to recipes (CustomRecipe::quantizers). It is asked once for each slot in
-/// a process, by any thread. Throws c10::ValueError if the name is taken.
+/// Registers a function for recipes (CustomRecipe::quantizers). Any thread may call it; its answer
+/// for a slot is kept for the life of the process. Throws c10::ValueError if the name is taken.
 TANDEM_API void register_quantizer_choice(std::string name, QuantizerChoice choice);
 
-/// What backward multiplies by.
+/// What the products of backward read.
 TANDEM_API BackwardOverride backward_override(const Recipe& recipe);
 
-/// Whether amaxes are kept of what products take as it is, in plain numbers.
+/// Whether the recipe only records amaxes, and products read unquantized operands.
 bool is_calibrating(const Recipe& recipe);
-/// Rows of the amax history of a recipe that keeps one; 0: it has no state.
+/// The number of rows of the recipe's amax history; 0: the recipe has no state.
 TANDEM_API int64_t history_length(const Recipe& recipe);
-/// How the scales of a recipe with a state come about, of what is quantized in forward, or of
-/// gradients.
+/// How a stateful recipe updates the scales of forward's operands, or of gradients.
 const ScaleUpdate& update_of(const Recipe& recipe, bool is_backward);
 
-/// The fields of a recipe, by the name of either, as Python's constructor calls them: reading,
-/// writing and Python follow it. Throws c10::ValueError on an unknown recipe.
+/// The fields of a recipe by their names in Python's constructor. `name` is the recipe's name. JSON
+/// and the Python classes follow from them. Throws c10::ValueError for an unknown recipe.
 TANDEM_API const Signature& recipe_signature(std::string_view name);
 
-/// As canonical JSON, and back: the recipe's name, and all of its fields. Throws c10::ValueError on
+/// The recipe's name and all of its fields as canonical JSON, and back. Throws c10::ValueError for
 /// an unknown recipe or field.
 TANDEM_API nlohmann::json to_json(const Recipe& recipe);
 std::optional<Recipe> recipe_from_json(const nlohmann::json& recipe);

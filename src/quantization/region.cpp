@@ -13,9 +13,9 @@ namespace tandem {
 namespace {
 
 at::Tensor number_tensor(int64_t number) {
-  const c10::InferenceMode no_inference(false);  // nodes hold it
-  // No mode may see it: inside of one that makes tensors without memory, as exports do, a region is
-  // entered as well.
+  const c10::InferenceMode no_inference(false);  // autograd nodes hold the tensor
+  // No mode may intercept the allocation: a region may be entered under a mode that creates tensors
+  // without memory, as exports do.
   at::Tensor tensor = kernel_ops::empty_cpu({1}, at::kLong);
   *tensor.mutable_data_ptr<int64_t>() = number;
   return tensor;

@@ -1,4 +1,4 @@
-// A region: what one outermost autocast is to recipes with a state. The nodes of its calls hold it.
+// A region: one outermost `autocast`, as stateful recipes see it. The nodes of its calls hold it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,33 +14,32 @@
 
 namespace tandem {
 
-/// Forward states of its calls are updated when the region is left with gradients enabled;
-/// backward states when it has been left and the last backward of its calls has run, on whatever
-/// thread. What is not updated by then (a backward that never runs, or runs again; compiled code;
-/// tensors that go through the dispatcher) is updated when it is next used in another region
-/// (kernel_ops/quantize/delayed.h): either way once, before its next use.
+/// Updates the states of the calls in one region. Forward states are updated when the region is
+/// left with gradients enabled. Backward states are updated when it has been left and the last
+/// backward of its calls has run, on whatever thread. All other states (a backward never runs, or
+/// runs a second time; compiled code; dispatched calls) are updated at their next use in another
+/// region (kernel_ops/quantize/delayed.h). Either way a state is updated once, before its next use.
 class TANDEM_API RecipeRegion : public std::enable_shared_from_this<RecipeRegion> {
  public:
-  /// `number`: as kernel_ops::new_region gives it.
+  /// `number`: from kernel_ops::new_region.
   explicit RecipeRegion(int64_t number);
 
   int64_t number() const { return number_; }
-  /// The number as kernel ops read it, that of a recompute where backward runs a forward of the
-  /// region again.
+  /// The region's number as a tensor that kernel ops read. `is_recompute`: the negative number,
+  /// which says that backward recomputes a forward of the region.
   const at::Tensor& token(bool is_recompute) const { return is_recompute ? recompute_ : token_; }
 
-  /// The forward states of a call.
+  /// Notes the forward states of a call.
   void note_forward(std::span<const PendingUpdate> states);
-  /// The scale that forward has used, of a state that a forward of this region has been noted with;
-  /// undefined for others.
+  /// The scale that forward has used, if `state` is a forward state of this region; else undefined.
   at::Tensor scale_in_forward(const ScalingState& state) const;
 
-  /// One more entry into it; and one less: the last one ends it. The GIL must not be held.
+  /// Enter it and leave it; the last exit ends the region. The caller must not hold the GIL.
   void enter();
   void leave();
 
-  /// A call whose backward is to come: noted when it has run; one that dies first is not waited
-  /// for.
+  /// A call whose backward has not run. If it is destroyed before backward runs, the region does
+  /// not wait for it.
   class TANDEM_API Backward {
    public:
     explicit Backward(std::shared_ptr<RecipeRegion> region);
@@ -48,8 +47,8 @@ class TANDEM_API RecipeRegion : public std::enable_shared_from_this<RecipeRegion
     Backward& operator=(const Backward&) = delete;
     ~Backward();
     const std::shared_ptr<RecipeRegion>& region() const { return region_; }
-    /// Backward has run, with these states; the second time, of a retained graph, they wait for
-    /// their next use.
+    /// Notes that backward has run with these states. When a retained graph runs backward a second
+    /// time, its states wait for their next use.
     void note_run(std::span<const PendingUpdate> states);
 
    private:
@@ -60,7 +59,7 @@ class TANDEM_API RecipeRegion : public std::enable_shared_from_this<RecipeRegion
  private:
   struct Forward {
     PendingUpdate due;
-    /// Once the update has overwritten it.
+    /// The scale that forward has used, once the update has overwritten it.
     at::Tensor scale_in_forward;
   };
 

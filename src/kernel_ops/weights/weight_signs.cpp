@@ -151,7 +151,7 @@ Read& read_of(Pieces weight) {
 }
 
 /// A number that changes if the bytes may have changed, without reading them: optimizers stepped,
-/// or other workspaces of the weight found changed bytes or were told of them.
+/// other workspaces of the weight found changed bytes, or the weight was declared new.
 int64_t writes_told_of(Pieces weight) {
   constexpr int64_t kApart = int64_t{1} << 32;  // apart from the epochs of steps
   int64_t rewrites = read_of(weight).rewrites;

@@ -28,8 +28,9 @@ inline bool has_part(const Quantizer& quantizer, GroupMask mask, size_t part) {
   return part == stamp_part || is_written(quantizer, written_of(quantizer, mask), part);
 }
 
-/// What a caller says of a weight: nothing, so that every write is seen; that this is the first
-/// micro-batch of a step, so that its codes are made; that nobody has written it since they were.
+/// What a caller declares about a weight. `nothing`: every write is detected. `first_microbatch`: a
+/// step begins, so codes are made. `unchanged`: nobody has written the weight since its codes were
+/// made.
 enum class Said : int64_t { nothing, first_microbatch, unchanged };
 /// What callers in this thread declare.
 TANDEM_API Said said_now();

@@ -74,7 +74,7 @@ void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y)
                                      quantizer.format->element, shape, kernel_ops::rows_out(y));
 }
 
-/// What blocks have, for each of `size` elements along `dim`.
+/// Repeats the values of blocks for each of `size` elements along `dim`.
 Tensor for_elements(const Tensor& of_blocks, int64_t dim, int64_t size) {
   return of_blocks.repeat_interleave(kBlock, dim).narrow(dim, 0, size);
 }
@@ -103,7 +103,7 @@ Tensor scales_of_elements(const Codes& codes) {
   return values.reshape(codes.codes.sizes());
 }
 
-/// What the kernel is given beside x.
+/// The arguments of the kernel besides x.
 struct Target {
   Target(const Quantizer& quantizer, GroupOut group)
       : scaling{quantizer.format->element, static_cast<float>(quantizer.amax_epsilon),
@@ -151,7 +151,7 @@ std::pair<Tensor, Tensor> quantized(const Tensor& source, const Tensor& magnitud
   const Tensor blocks =
       at::constant_pad_nd(magnitude, {0, col_blocks * kBlock - cols, 0, row_blocks * kBlock - rows})
           .view({row_blocks, kBlock, col_blocks, kBlock});
-  Tensor scale, of_elements;  // of blocks as they lie
+  Tensor scale, of_elements;  // in the layout of the blocks
   if (is_square(quantizer)) {
     scale = scale_from_amax(blocks.amax({1, 3}), quantizer, big);
     of_elements = for_elements(for_elements(scale, 1, cols), 0, rows);

@@ -56,7 +56,7 @@ const FormatDef kFormats[] = {
     {"nvfp4_256", Fp8Format::e2m1, kFp4Scale256, kOfFp4Blocks},
 };
 
-/// Values of "4over6", by those of kernels::FourOverSix.
+/// The values of "4over6" by kernels::FourOverSix.
 constexpr std::string_view kFourOverSix[] = {"0", "mae", "mse"};
 
 std::string joined(std::string text, std::string_view next) {
@@ -70,7 +70,7 @@ std::string format_names() {
   return names;
 }
 
-// The values of options as texts, and back: false on what is none.
+// The values of options as texts, and back. Parsing returns false for a text that is not valid.
 
 std::string text_of(double number) {
   char text[32];
@@ -99,10 +99,10 @@ bool parse_value(std::string_view text, kernels::FourOverSix& metric) {
 /// An option of quantizers.
 struct OptionRow {
   std::string_view name;
-  /// Whether a kind of scale has it.
+  /// The flag of a kind of scale that has the option.
   bool ScalingDef::*flag;
   std::variant<double Quantizer::*, bool Quantizer::*, kernels::FourOverSix Quantizer::*> member;
-  /// Of a canonical text: also where it is at its default.
+  /// Whether canonical texts contain the option even at its default.
   bool is_always_written = false;
 
   std::string text(const Quantizer& of) const {
@@ -147,7 +147,7 @@ std::string canonical(const Quantizer& of) {
   return text;
 }
 
-/// The parts of a text between colons, one after the other.
+/// The parts of a text between colons, in order.
 class Pieces {
  public:
   explicit Pieces(std::string_view text) : rest_(text) {}
@@ -199,8 +199,8 @@ Quantizer parse(std::string_view text) {
   return parsed;
 }
 
-/// Quantizers by every text that has named them. They are never removed: plans and tensors hold
-/// their addresses.
+/// All quantizers by every text that named them. They are never removed, because plans and tensors
+/// hold their addresses.
 class Interned {
  public:
   const Quantizer* find(std::string_view text) const {
@@ -336,11 +336,11 @@ Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
   return group;
 }
 
-/// In float64, where no step of it rounds but the one that should.
+/// Computes in float64, where no operation rounds but the intended one.
 Tensor encode(const Tensor& scaled, kernels::Fp8Format format, bool saturate, const Tensor& words) {
   const kernels::Fp8Traits& f = kernels::traits_of(format);
   const bool saturates = saturate || f.above == f.sign();
-  // Above its largest number a format goes on for a step at least.
+  // A format that does not saturate has room for at least one code above its largest number.
   const Tensor x = scaled.to(at::kDouble),
                magnitude = at::clamp(at::abs(x), 0, saturates ? f.max : 2 * f.max);
   // frexp gives zero the exponent 0, as if it lay in [0.5, 1).
@@ -356,7 +356,7 @@ Tensor encode(const Tensor& scaled, kernels::Fp8Format format, bool saturate, co
     const Tensor chance = words.bitwise_right_shift(8).to(at::kDouble) * 0x1p-24;
     steps = low.to(at::kLong) + (chance < quotient - low).to(at::kLong);
   } else {
-    steps = at::round(quotient).to(at::kLong);  // nearest even, as at::round is
+    steps = at::round(quotient).to(at::kLong);  // to nearest even, as at::round does
   }
   const Tensor code =
       ((exponent - f.min_exponent()).to(at::kLong) * (int64_t{1} << f.mantissa_bits) + steps);

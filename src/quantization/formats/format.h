@@ -1,5 +1,5 @@
-// Formats of quantized tensors and kinds of scale, as rows of two tables: all that knows how codes
-// are made and what they mean.
+// Formats of quantized tensors and kinds of scale, as rows of two tables. Everything that depends
+// on how codes are made and dequantized is in these rows.
 #pragma once
 
 #include <optional>
@@ -20,36 +20,39 @@ struct MatrixSize {
   c10::SymInt rows, cols;
 };
 
-/// A value in codes, of one direction.
+/// The codes of a value in one direction.
 struct Codes {
   const at::Tensor &codes, &dequant_scale;
-  /// Where the format has one.
+  /// nullopt if the format has none.
   std::optional<at::Tensor> amax;
   Direction direction;
 };
 
-/// Where the codes and scales of a format lie, and what these do to numbers. source ~=
-/// decode(codes) * dequant_scale.
+/// The layout of a format's codes and scales, and how scales apply: source ~= decode(codes) *
+/// dequant_scale.
 struct CodeLayout {
-  /// Codes and scale of rows are those of columns too.
+  /// Whether row codes and their scale also serve as column codes.
   bool serves_both_directions = false;
-  /// To a product of decoded codes, as one number per tensor; else to numbers as they are decoded.
+  /// Whether the scale, one number per tensor, is applied to a product of decoded codes instead of
+  /// to each number.
   bool applies_at_end = false;
-  /// A second level of scale: codes come with the amax of what they are of, [1], float32.
+  /// Whether there is a second level of scale: codes then come with the amax of their source, [1],
+  /// float32.
   bool has_amax = false;
-  /// What the scale of a block becomes then whose amax is that one.
+  /// The largest scale of a block if there is a second level: the scale of a block that has that
+  /// amax.
   float largest_scale = 0;
-  /// Of the scales.
+  /// The dtype of the scales.
   at::ScalarType dtype = at::kFloat;
-  /// Sizes of the scales of a matrix of numbers.
+  /// The sizes of the scales of a matrix.
   c10::SymDimVector (*sizes)(const MatrixSize& numbers, Direction direction) = nullptr;
-  /// Of codes that are packed: sizes of the codes of numbers of these sizes, uint8, and of the
-  /// numbers, padded to whole blocks, of codes of these sizes. Null: codes lie as the numbers do.
+  /// For packed codes: the sizes of the codes (uint8) of a tensor, and the sizes of the tensor,
+  /// padded to whole blocks, of these codes. nullptr: codes have the sizes of their tensor.
   c10::SymDimVector (*packed_sizes)(c10::SymIntArrayRef numbers, Direction direction) = nullptr;
   c10::SymDimVector (*unpacked_sizes)(c10::SymIntArrayRef codes, Direction direction) = nullptr;
-  /// Codes one by one, in ATen operations. Null: they are not packed.
+  /// For packed codes: one code per byte, in ATen operations. nullptr: codes are not packed.
   at::Tensor (*unpacked)(const at::Tensor& codes, Direction direction) = nullptr;
-  /// dequant_scale as float32 that broadcasts over the unpacked codes.
+  /// dequant_scale in float32, broadcastable to the unpacked codes.
   at::Tensor (*scales_of_elements)(const Codes& codes) = nullptr;
 };
 
@@ -59,27 +62,27 @@ struct FormatDef {
   std::string_view name;
   kernels::Fp8Format element;
   const CodeLayout& layout;
-  /// The kinds of scale that it may have, the one that is meant where none is named first.
+  /// The kinds of scale that the format may have. The first is the default.
   std::span<const ScalingDef* const> scalings;
 };
 
-/// What a quantizer is given beside x.
+/// What a quantizer needs besides x.
 enum class Given : uint8_t {
   nothing,
-  /// What x is multiplied by: one float32.
+  /// The factor of x: one float32.
   scale,
-  /// Of stochastic rounding: one int64, the seed, or two, the seed and an offset.
+  /// For stochastic rounding: one int64, the seed, or two, the seed and an offset.
   seed,
 };
 
-/// A kind of scale: how scales come about, and what computes codes with them, in ATen operations
-/// and on the CPU. Other devices register rows of Quantize, Dequantize and Decode.
+/// A kind of scale: how scales are computed, with functions that quantize and dequantize in ATen
+/// operations and on the CPU. Other devices register rows of Quantize, Dequantize and Decode.
 struct ScalingDef {
-  /// "current"; empty where the format says it.
+  /// "current"; empty if the format has only one kind.
   std::string_view name;
   bool has_epsilon = false, has_power_of_two = false, has_square_blocks = false,
        has_hadamard = false, has_stochastic_rounding = false, has_four_over_six = false;
-  /// a quantization scale is an operand, not computed from x.
+  /// Whether the quantization scale is an operand instead of being computed from x.
   bool takes_scale = false;
   /// In ATen operations, for every device and dtype.
   Group (*reference)(const at::Tensor& x, const std::optional<at::Tensor>& given,
@@ -95,13 +98,14 @@ inline Given given_to(const Quantizer& quantizer) {
   return quantizer.stochastic_rounding ? Given::seed : Given::nothing;
 }
 
-/// What is written of what is wanted: a value that serves both directions is that of rows.
+/// The parts that are written if the parts in `mask` are wanted: a value for both directions is
+/// written as row codes.
 inline GroupMask written_of(const Quantizer& quantizer, GroupMask mask) {
   if (!quantizer.format->layout.serves_both_directions) return mask;
   return {mask[0] || mask[1], false, mask[2]};
 }
 
-/// Whether a group has this tensor, where `written` is written.
+/// Whether a tensor of a group is written if the parts in `written` are.
 inline bool is_written(const Quantizer& quantizer, GroupMask written, size_t group_part) {
   return written[place_in_mask(group_part)] &&
          (!is_amax_part(group_part) || quantizer.format->layout.has_amax);
@@ -113,11 +117,12 @@ inline at::ScalarType dtype_of_part(const Quantizer& quantizer, size_t group_par
   return group_part % kPartsOfCodes == 0 ? at::kByte : quantizer.format->layout.dtype;
 }
 
-/// Whether codes have other sizes than their numbers.
+/// Whether codes have other sizes than their tensor.
 inline bool is_packed(const Quantizer& quantizer) {
   return quantizer.format->layout.packed_sizes != nullptr;
 }
-/// Sizes of the codes of numbers of these sizes; and of the numbers, with their padding, of codes.
+/// The sizes of the codes of a tensor with these sizes, and the sizes of the padded tensor of such
+/// codes.
 c10::SymDimVector sizes_of_codes(const Quantizer& quantizer, c10::SymIntArrayRef numbers,
                                  Direction direction);
 c10::SymDimVector sizes_of_numbers(const Quantizer& quantizer, c10::SymIntArrayRef codes,
@@ -125,18 +130,18 @@ c10::SymDimVector sizes_of_numbers(const Quantizer& quantizer, c10::SymIntArrayR
 
 namespace kernel_ops {
 
-/// Sizes and dtypes of the group of a tensor of these sizes, after checking that the quantizer has
-/// been given what it takes.
+/// Sizes and dtypes of the group for a tensor with these sizes. Checks that `given` is what the
+/// quantizer needs.
 Specs<group_size> group_specs(const char* op, c10::SymIntArrayRef sizes,
                               const std::optional<Tensor>& given, const Quantizer& quantizer,
                               GroupMask mask);
-/// The composite reference, masked. Throws c10::NotImplementedError where a gradient of x is
-/// recorded.
+/// The composite reference of quantizing; parts that `mask` excludes are empty. Throws
+/// c10::NotImplementedError if a gradient of x is recorded.
 Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
                       const Quantizer& quantizer, GroupMask mask);
 
-/// The cast and its inverse in ATen operations, exact for every dtype and device. With `words`,
-/// random ones in int64 for each element, it rounds up or down by chance.
+/// Cast to a format and back in ATen operations, exact for every dtype and device. With `words`, a
+/// random int64 for each element, the cast rounds up or down at random.
 Tensor encode(const Tensor& scaled, kernels::Fp8Format format, bool saturate = true,
               const Tensor& words = {});
 Tensor decode_values(const Tensor& codes, kernels::Fp8Format format);

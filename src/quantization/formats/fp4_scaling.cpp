@@ -68,14 +68,14 @@ void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y)
       kernel_direction(codes.direction), kernel_ops::rows_out(y));
 }
 
-/// Neighbours along the last dimension, or along the first, one by one.
+/// One code per byte. A byte holds neighbours along the last dimension, or along the first.
 Tensor unpacked(const Tensor& codes, Direction direction) {
   const Tensor both[] = {codes.bitwise_and(0xF), codes.bitwise_right_shift(4)};
   if (direction == Direction::row) return at::stack(both, -1).flatten(-2);
   return at::stack(both, 1).flatten(0, 1);
 }
 
-/// What blocks have, for each of `size` elements along `dim`.
+/// Repeats the values of blocks for each of `size` elements along `dim`.
 Tensor for_elements(const Tensor& of_blocks, int64_t dim, int64_t size) {
   return of_blocks.repeat_interleave(kBlock, dim).narrow(dim, 0, size);
 }
@@ -126,7 +126,7 @@ void quantize(const Tensor& x, const std::optional<Tensor>& given, const Quantiz
 
 void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>& given,
                    const Quantizer& quantizer, GroupOut group) {
-  const kernel_ops::MadeInMemory kept(made);  // the scale of the tensor comes before the first code
+  const kernel_ops::MadeInMemory kept(made);  // the tensor's scale precedes the first code
   kernels::cpu::nvfp4_quantize_made(kept.rows(), scaling_of(quantizer, given),
                                     output(group, Direction::row), output(group, Direction::column),
                                     amax_in(group));
@@ -139,7 +139,8 @@ void quantize_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
                                     nullptr);
 }
 
-/// Groups of 16 of the last dimension, rotated: sums in float64 in the order of kernels::hadamard.
+/// Groups of 16 along the last dimension, rotated, with sums in float64 in the order of
+/// kernels::hadamard.
 Tensor rotated(const Tensor& groups) {
   const Tensor x = groups.to(at::kBFloat16).to(at::kDouble);
   std::vector<Tensor> y;
@@ -154,13 +155,14 @@ Tensor rotated(const Tensor& groups) {
   return at::stack(y, -1);
 }
 
-/// kernels::Fp4TensorScale.
+/// kernels::Fp4TensorScale in ATen operations.
 struct TensorScale {
   Tensor amax, scale, inverse;
   double divisor;
   TensorScale(const Tensor& of_tensor, double largest_scale)
       : amax(of_tensor), divisor(6 * largest_scale) {
-    // Quotients of float32 numbers in float64, rounded, are the rounded float32 quotients.
+    // A quotient of float32 numbers in float64, rounded to float32, is the correctly rounded
+    // quotient.
     const Tensor bounded =
         at::clamp((at::full_like(amax, divisor, at::kDouble) / amax).to(at::kFloat), 0.0f,
                   double{FLT_MAX})
@@ -170,7 +172,7 @@ struct TensorScale {
   }
 };
 
-/// Codes of each number of an operand under scales of its blocks.
+/// The codes of an operand under the given scales of its blocks.
 struct BlockCodes {
   Tensor scales, codes;
   BlockCodes(const Tensor& x, Tensor of_blocks, const TensorScale& tensor, const Tensor& words = {})
@@ -186,7 +188,7 @@ struct BlockCodes {
   }
 };
 
-/// Sums over blocks of what each number errs by, [outer, blocks], as kernels::fp4_error adds.
+/// Sums of the errors in each block, [outer, blocks], in the order of kernels::fp4_error.
 Tensor errors_of_blocks(const Tensor& x, const BlockCodes& of, const TensorScale& tensor,
                         const Quantizer& quantizer, Direction direction) {
   const int64_t outer = x.size(0), inner = x.size(1);
@@ -207,7 +209,7 @@ Tensor errors_of_blocks(const Tensor& x, const BlockCodes& of, const TensorScale
   const int64_t bands = (outer + kBlock - 1) / kBlock;
   const Tensor squares = at::constant_pad_nd(error, {0, 0, 0, bands * kBlock - outer})
                              .view({bands, kBlock, inner / kBlock, kBlock});
-  // By rows of x in both directions.
+  // Sums are in the order of the rows of x, in both directions.
   Tensor sums =
       summed(direction == Direction::row ? squares.transpose(1, 2) : squares.permute({0, 2, 3, 1}));
   for (int64_t half = kBlock / 2; half > 0; half /= 2)
@@ -215,7 +217,7 @@ Tensor errors_of_blocks(const Tensor& x, const BlockCodes& of, const TensorScale
   return for_elements(sums.squeeze(-1), 0, outer);
 }
 
-/// Codes, scales and amax of an operand [outer, whole blocks of what is contracted] in float32.
+/// Codes, scales and amax of an operand [outer, contracted size in whole blocks] in float32.
 struct Operand {
   Tensor codes, scales, amax;
   Operand(const Tensor& x, const Quantizer& quantizer, const std::optional<Tensor>& given,
@@ -227,7 +229,7 @@ struct Operand {
                .amax()
                .view({1});
     const TensorScale tensor(amax, quantizer.format->layout.largest_scale);
-    // NaN is the largest, as amax of torch has it.
+    // NaN counts as the largest, as in torch's amax.
     Tensor block = magnitude.view({outer, inner / kBlock, kBlock}).amax(2);
     if (quantizer.square_blocks) {
       const int64_t bands = (outer + kBlock - 1) / kBlock;

@@ -35,7 +35,8 @@ void SumsOfMade::finish(kernels::Vector totals) const {
 
 namespace {
 
-/// Codes of a column lie along the last dimension but one, which a row may go beyond.
+/// Whether a row of y is a row of the last dimension: column codes lie along the last dimension but
+/// one, and a row of y may cover more.
 bool is_matrix(c10::SymIntArrayRef sizes, const kernels::Rows& y) {
   return sizes.empty() || sizes.back() == static_cast<int64_t>(y.cols);
 }
@@ -48,7 +49,7 @@ bool has_codes(const Group& group) {
 
 void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
                        const AskedCodes& asked, Group group) {
-  if (y.defined()) made.y.data = const_cast<void*>(y.const_data_ptr());  // `make` alone writes
+  if (y.defined()) made.y.data = const_cast<void*>(y.const_data_ptr());  // only `make` writes
   if (!asked) return kernels::cpu::make_all(made);
   const CpuScaling& scaling = *asked.quantizer->scaling->cpu;
   if (has_codes(group) && is_matrix(sizes, made.y) && scaling.quantize_made != nullptr)

@@ -1,4 +1,4 @@
-// What a kernel op makes and quantizes in one, on the CPU.
+// Matrices that a kernel op computes and quantizes in one pass, on the CPU.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace tandem::kernel_ops {
 
-/// `count` rows from `first` on; of a view that is absent nothing.
+/// `count` rows that begin at `first`; an absent view stays absent.
 template <typename View>
 View rows_from(View whole, size_t first, size_t count) {
   if (!whole) return whole;
@@ -24,21 +24,21 @@ View rows_from(View whole, size_t first, size_t count) {
   return whole;
 }
 
-/// `count` contiguous rows as those of a matrix of this shape.
+/// `count` contiguous rows at `to`, with the columns and elements of `whole`.
 inline kernels::Rows rows_at(void* to, kernels::Rows whole, size_t count) {
   return {to, whole.element, count, whole.cols, whole.cols};
 }
 
-/// The sums of columns while the rows of a matrix are made; nothing where nobody wants them.
+/// Sums of columns that are computed while the rows of a matrix are; empty if they are not wanted.
 class SumsOfMade {
  public:
-  /// `cols`: of the sums; 0 where nobody wants them.
+  /// `cols`: the number of columns; 0 if sums are not wanted.
   SumsOfMade(size_t rows, size_t cols);
-  /// What adds rows from this one on.
+  /// The sums to which rows from `row` on are added.
   kernels::PartialSums from_row(size_t row) const { return part_.from_row(row); }
-  /// As of MadeRows.
+  /// The value for MadeRows::in_order.
   size_t in_order() const { return part_ ? part_.block_rows : 1; }
-  /// Once all rows are made: the sums of as many columns as there are.
+  /// Writes the sums of columns, after all rows were added.
   void finish(kernels::Vector totals) const;
 
  private:
@@ -47,37 +47,38 @@ class SumsOfMade {
   kernels::PartialSums part_;
 };
 
-/// Makes the rows of y, of these sizes, and writes their codes, with the bits of Quantize. Where
-/// the kind of scale can, y is quantized while rows of it are in the cache, and does not come to
-/// memory unless `y` is defined; else one after the other. Where no codes are asked for it is made
-/// alone. On the CPU.
+/// Computes the rows of y, whose sizes are `sizes`, and writes their codes, bitwise as Quantize. If
+/// the kind of scale allows, rows are quantized while they are in the cache, and y is not stored
+/// unless it is defined; else y is stored and quantized afterwards. Without requested codes, only y
+/// is computed. On the CPU.
 void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
                        const AskedCodes& asked, tandem::Group group);
 
-/// The codes of a matrix y whose rows are made beside those of another, with the bits of Quantize:
-/// where the kind of scale can, while they are in the cache. Without a quantizer nothing but y, if
-/// that is wanted.
+/// The codes of a matrix y whose rows a kernel computes beside another matrix, bitwise as Quantize.
+/// If the kind of scale allows, rows are quantized while they are in the cache. Without a quantizer
+/// only y is stored, if it is wanted.
 class CodesBeside {
  public:
-  /// `y`: its element, rows and columns; `memory`: y where it is wanted itself; `sizes`: of y.
+  /// `y`: element, rows and columns; `memory`: the tensor y if it is wanted, else undefined;
+  /// `sizes`: the sizes of y.
   CodesBeside(kernels::Rows y, const Tensor& memory, c10::SymIntArrayRef sizes,
               const AskedCodes& asked, tandem::Group group);
-  /// As of MadeRows.
+  /// The value for MadeRows::together.
   size_t together() const;
-  /// Where this thread is to write `count` rows from `first` on; absent where nobody wants them.
-  /// Valid until it asks for the next.
+  /// Memory for this thread to write `count` rows that begin at `first`; absent if they are not
+  /// wanted. It is valid until the thread's next call.
   kernels::Rows rows(size_t first, size_t count) const;
-  /// Once these are written.
+  /// Must be called when these rows have been written.
   void take(kernels::ConstRows rows, size_t first) const;
-  /// Once all are.
+  /// Must be called when all rows have been written.
   void finish() const;
 
  private:
   enum class Way {
     nowhere,
-    /// The codes of each band as it comes.
+    /// Codes are written for each band.
     in_bands,
-    /// The amax of each, and the codes at the end.
+    /// The amax is computed for each band, and all codes are written at the end.
     once_seen,
     at_the_end
   };
@@ -93,7 +94,7 @@ class CodesBeside {
   mutable std::atomic<bool> has_nan_{false};
 };
 
-/// The same matrix, in memory: this one's own where it had none.
+/// A matrix that is stored: in its own memory, or in memory of this object if it has none.
 class MadeInMemory {
  public:
   explicit MadeInMemory(kernels::cpu::MadeRows made);

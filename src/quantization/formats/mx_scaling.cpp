@@ -52,7 +52,7 @@ Tensor power_of_two(const Tensor& exponent) {
   return at::ldexp(one, exponent.to(at::kDouble)).to(at::kFloat);
 }
 
-/// What blocks have, for each of `size` elements along `dim`.
+/// Repeats the values of blocks for each of `size` elements along `dim`.
 Tensor for_elements(const Tensor& of_blocks, int64_t dim, int64_t size) {
   return of_blocks.repeat_interleave(kBlock, dim).narrow(dim, 0, size);
 }
@@ -100,8 +100,8 @@ kernels::cpu::Seen quantize_band(const kernels::cpu::Band& band, const std::opti
       output(group[row_codes], group[row_scale]), output(group[column_codes], group[column_scale]));
 }
 
-/// The smallest power of two at or above each number, which is no NaN, in E8M0: in integers, as the
-/// kernel does it.
+/// The least power of two not below each number, which must not be NaN, in E8M0: computed in
+/// integers, as the kernel does.
 Tensor e8m0_of(const Tensor& numbers) {
   const Tensor bits = numbers.contiguous().view(at::kInt).to(at::kLong);
   const Tensor code =

@@ -1,4 +1,4 @@
-// Quantizers: what is asked of whoever writes codes, as interned values with one canonical text.
+// Quantizers: how a tensor is quantized, as interned values with one canonical text.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@
 
 namespace tandem {
 
-/// Along which dimension of a matrix a product sums, and along which the numbers of a block lie.
+/// The dimension of a matrix along which the numbers of a block lie, or over which a product sums.
 enum class Direction : uint8_t {
   /// The last dimension.
   row,
-  /// All others.
+  /// All other dimensions.
   column,
 };
 
@@ -24,48 +24,49 @@ namespace kernels {
 enum class FourOverSix : uint8_t;  // nvfp4.h
 }
 
-/// A format, a kind of scale and its options. Known by its address: equal quantizers are one
+/// A format, a kind of scale and its options. Identified by its address: equal quantizers are one
 /// object, which lives as long as the process.
 struct Quantizer {
   const FormatDef* format = nullptr;
   const ScalingDef* scaling = nullptr;
-  /// "eps": lower bound of amax.
+  /// "eps": a lower bound of amax.
   double amax_epsilon = 0;
   /// "pow2": scales are powers of two.
   bool power_of_two = false;
-  /// "2d": a block is as high as it is wide, and both directions have the same codes.
+  /// "2d": blocks are square, and both directions have equal codes.
   bool square_blocks = false;
-  /// "rht": column codes are of groups that an orthogonal matrix has rotated, the same for both
-  /// operands of a product.
+  /// "rht": column codes are codes of rotated groups. The orthogonal matrix is the one for both
+  /// operands of a product, so that the rotation cancels.
   bool hadamard = false;
-  /// "sr": codes are rounded up or down by chance, right on average, by a seed that is passed in.
+  /// "sr": codes are rounded up or down at random, right on average, by a seed that is passed in.
   bool stochastic_rounding = false;
-  /// "4over6": the largest number of a block becomes 6 or 4, whichever errs less, by "mae", the sum
-  /// of absolute errors, or by "mse", that of squares. Not with `stochastic_rounding`.
+  /// "4over6": the largest number of a block becomes 6 or 4, whichever has the smaller error: the
+  /// sum of absolute errors ("mae") or of their squares ("mse"). It excludes `stochastic_rounding`.
   kernels::FourOverSix four_over_six{};
   /// Canonical: "fp8_e4m3:current:eps=0:pow2=0".
   std::string text;
 };
 
-/// The quantizer of a text: a format, then a kind of scale where the format has several, then
-/// options that differ from their defaults, all behind colons. A text is parsed once per process.
-/// Throws c10::ValueError on what is none.
+/// The quantizer of a text: a format, then a kind of scale if the format has several, then options
+/// that differ from their defaults, separated by colons. A text is parsed once per process. Throws
+/// c10::ValueError for a text that is not valid.
 TANDEM_API const Quantizer& quantizer(std::string_view text);
 
-/// The quantizer of these options, whose `scaling` may be left out where it is the format's first,
-/// and whose `text` is not read. Throws c10::ValueError on an epsilon below 0, on options that
-/// this kind of scale does not have, and on two that exclude each other: "2d" with "rht", as
-/// squares are not rotated, and "4over6" with "sr", as what is rounded by chance errs by chance.
+/// The quantizer with these options. `scaling` may be absent and is then the format's first; `text`
+/// is not read. Throws c10::ValueError for an epsilon below 0, for options that the kind of scale
+/// does not have, and for options that exclude each other: "2d" with "rht", because square blocks
+/// are not rotated, and "4over6" with "sr", because its comparison of errors would compare random
+/// ones.
 TANDEM_API const Quantizer& quantizer(Quantizer options);
 
-/// Half a unit in the last place of the format's numbers, relative to their size.
+/// Half a unit in the last place of the format, relative to the number's size.
 TANDEM_API double unit_of(const Quantizer& quantizer);
-/// Whether codes and scale of one direction are those of the other too.
+/// Whether the codes and the scale of one direction serve the other direction too.
 TANDEM_API bool serves_both_directions(const Quantizer& quantizer);
-/// Tensors that a value in codes consists of: codes, their scales and, in formats with a second
-/// level of scale, the amax that it comes from.
+/// The number of tensors of a value in codes: codes, scales and, in formats with a second level of
+/// scale, the amax.
 TANDEM_API size_t tensors_of_codes(const Quantizer& quantizer);
-/// As `explain` prints the format: "fp8_e4m3".
+/// The format as `explain` prints it: "fp8_e4m3".
 TANDEM_API std::string_view format_name(const Quantizer& quantizer);
 
 }  // namespace tandem

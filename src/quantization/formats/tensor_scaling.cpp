@@ -39,7 +39,8 @@ kernels::CurrentScaling options_of(const Quantizer& quantizer) {
           quantizer.power_of_two};
 }
 
-/// What kernels write: all of it, into numbers of its own where the group has no place for it.
+/// What kernels write. They write all of it: into members of this object if the group has no
+/// tensor.
 struct Target {
   explicit Target(GroupOut group)
       : out{group[row_codes].data_ptr<uint8_t>(),
@@ -99,7 +100,7 @@ Group current_reference(const Tensor& x, const std::optional<Tensor>&, const Qua
 
 void quantize_current_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
                            const Quantizer& quantizer, GroupOut group) {
-  const kernel_ops::MadeInMemory kept(made);  // the scale needs all of y before the first code
+  const kernel_ops::MadeInMemory kept(made);  // the scale depends on all of y
   kernels::cpu::quantize_current_made(kept.rows(), options_of(quantizer), Target(group).out);
 }
 
@@ -122,7 +123,7 @@ void finish_delayed(const kernels::ConstRows&, const kernels::cpu::Seen&,
                     GroupOut group) {
   const Target target(group);
   kernels::cpu::quantize_delayed({}, quantizer.format->element, *scale->const_data_ptr<float>(),
-                                 target.out);  // of no rows: the scale alone
+                                 target.out);  // without rows it writes the scale alone
 }
 
 void quantize_current_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
