@@ -16,7 +16,8 @@ namespace {
 using at::Tensor;
 using c10::DispatchKey;
 
-/// Of the tensors that kernels read: of an argument in codes, these.
+/// Whether `predicate` holds for a tensor that kernels read; for an argument in codes these are its
+/// codes.
 template <typename Predicate>
 bool any_of(const Arguments& arguments, Predicate&& predicate) {
   size_t next = 0;
@@ -31,7 +32,7 @@ bool any_of(const Arguments& arguments, Predicate&& predicate) {
   return false;
 }
 
-/// Inputs of the op as the plan counts them.
+/// The inputs of the dispatcher op as the plan counts them.
 std::vector<Tensor> inputs_of(const Tensor& x, const c10::List<std::optional<Tensor>>& extra) {
   std::vector<Tensor> inputs{x};
   for (size_t i = 0; i < extra.size(); ++i) {
@@ -138,9 +139,9 @@ bool is_direct(const Arguments& arguments) {
 
 namespace {
 
-/// What grows with the rows of x is left out where that is asked: the first dimension of x, and of
-/// extra inputs that have as many of it, stands as kGrowsAsFirst; that of extra inputs with an
-/// element for each row of all leading dimensions as kGrowsAsRows.
+/// Adds sizes. Under but_rows, sizes that grow with the rows of x are replaced: the first size of
+/// x, and of extra inputs with an equal one, by kGrowsAsFirst; the first size of extra inputs that
+/// equals the product of all of x's leading sizes by kGrowsAsRows.
 void add_sizes(const Arguments& arguments, SizesInKey which, PlanKey& key) {
   const Tensor& x = arguments.inputs[0];
   const bool has_rows = which == SizesInKey::but_rows && x.defined() && x.dim() >= 2;
@@ -216,8 +217,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       "description) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
   library.impl("pipeline", DispatchKey::Autograd, &pipeline_autograd);
-  // torch.jit.trace records neither this schema nor those of kernel ops, whose lists it does not
-  // know.
+  // torch.jit.trace can record neither this schema nor those of kernel ops, because it does not
+  // know their lists.
   library.impl("pipeline", DispatchKey::Tracer, &pipeline_traced);
   library.impl("pipeline", DispatchKey::CompositeExplicitAutograd, &pipeline_below);
   library.impl("pipeline", DispatchKey::FuncTorchDynamicLayerFrontMode, &pipeline_transformed);

@@ -1,4 +1,4 @@
-// A call of a program: the path, the key, the plan, the run.
+// A call of a program: its path, key, plan and run.
 #pragma once
 
 #include "autograd/run.h"
@@ -7,25 +7,25 @@
 
 namespace tandem {
 
-/// Whether a call may run device kernels on its tensors directly: plain CPU or CUDA tensors and
-/// clean thread-local state. Otherwise functorch, tensor subclasses, modes or tracing must see it,
-/// and it goes through the dispatcher op.
+/// Whether a call may run device kernels directly on its tensors: dense tensors, and thread-local
+/// state without anything that must see operations. Otherwise functorch, tensor subclasses, modes
+/// or tracing must see the call, and it goes through the dispatcher op.
 TANDEM_API bool is_direct(const Arguments& arguments);
 
-/// The key of a call, for `Program::plan_for`. `sizes`: those that the program's description asks
-/// for, where gradients are recorded.
+/// The key of a call, for `Program::plan_for`. `sizes`: which sizes the description needs; they are
+/// added only if gradients are recorded.
 PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced,
                SizesInKey sizes = SizesInKey::none);
-/// That of a call of this program in the grad mode of this thread.
+/// The key of a call of this program in this thread's grad mode.
 PlanKey key_for(const Program& program, const Arguments& arguments, bool traced);
 
-/// Has `told` called with the state that backward of a call will write, before the call is
-/// recorded through the dispatcher. The next call writes that state as well, while autograd would
-/// hold every tensor that backward reads to the version that forward has seen: who traces may tell
-/// its tracer that these are to be read as they are by then.
+/// Sets a function that is called with each state tensor that backward of a call will write, before
+/// the dispatched call is recorded. Later calls write these tensors too, while autograd expects
+/// every tensor that backward reads at the version that forward saw. The function lets a tracer
+/// read them as they are when backward runs.
 TANDEM_API void set_told_of_written_state(void (*told)(const at::Tensor& state));
 
-/// Through the dispatcher op tandem::pipeline: what everything that is not direct takes.
+/// Calls the dispatcher op tandem::pipeline, as every call does that is not direct.
 Outputs call_op(const Arguments& arguments, const std::string& description);
 
 }  // namespace tandem

@@ -10,7 +10,8 @@ bool has_tangent(const at::Tensor& tensor) {
   const auto* meta = static_cast<const torch::autograd::AutogradMeta*>(
       tensor.unsafeGetTensorImpl()->autograd_meta());
   if (meta == nullptr) return false;
-  // Nearly always none: then it is seen at once. A view may have that of its base.
+  // Nearly every tensor is settled by this test: it has no tangent and is no view, which may have
+  // the tangent of its base.
   return (meta->fw_grad_ != nullptr || meta->is_view_) && kernel_ops::has_tangent(tensor);
 }
 

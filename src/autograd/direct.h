@@ -1,4 +1,4 @@
-// Whether device kernels may run on tensors as they are, or somebody must see each operation.
+// Whether device kernels may run directly on tensors, or each operation must be seen.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,13 +7,13 @@
 
 namespace tandem {
 
-/// Keys that a plain tensor does not have.
+/// Dispatch keys that a dense tensor does not have.
 inline constexpr c10::DispatchKeySet kNotPlain(
     {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,
      c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched,
      c10::DispatchKey::Batched, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
      c10::DispatchKey::ZeroTensor});
-/// Keys that thread-local state includes while something wants to see every operation.
+/// Dispatch keys of thread-local state while every operation must be seen.
 inline constexpr c10::DispatchKeySet kWatching(
     {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,
      c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
@@ -27,8 +27,8 @@ inline bool is_watched() {
          c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
-/// Whether the operations of this thread are recorded, or done on shapes only: what they would
-/// write has no values yet.
+/// Whether the operations of this thread are recorded, or computed on shapes only: what they write
+/// has no values yet.
 inline bool is_recorded() {
   using c10::impl::TorchDispatchModeKey;
   if (c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Tracer)) return true;
@@ -38,7 +38,7 @@ inline bool is_recorded() {
   return false;
 }
 
-/// A strided tensor whose memory holds its elements, on any device.
+/// Whether the tensor is strided and its memory holds its elements, on any device.
 inline bool is_plain(const at::Tensor& tensor) {
   return !tensor.key_set().has_any(kNotPlain) && tensor.layout() == at::kStrided &&
          tensor.unsafeGetTensorImpl()->has_storage() && !tensor.is_meta();

@@ -46,11 +46,11 @@ void check_no_nan(Frame& frame, const Step& step) {
 
 }  // namespace
 
-/// What `save` looks tensors up in.
+/// The facts that `save` looks up.
 struct PipelineBackward::Saving {
   const Arguments& arguments;
   const Outputs& outputs;
-  /// By place in the saved tensors.
+  /// The implementation of each saved tensor.
   c10::SmallVector<const at::TensorImpl*, 16> seen;
 };
 
@@ -74,9 +74,9 @@ Slot PipelineBackward::save_tensor(const at::Tensor& tensor, bool is_argument, S
   return {static_cast<int32_t>(place)};
 }
 
-/// A tensor that the caller has, or a reshape of one, is saved as that tensor: its version counter
-/// is the one that is checked, and a hook sees it once. The reshape is made again by its shape:
-/// what a hook gives back has strides of its own.
+/// Saves a tensor of the caller, or a reshape of one, as the caller's tensor: autograd checks its
+/// version counter, and a hook sees it once. Backward recomputes the reshape from its sizes,
+/// because what a hook returns has strides of its own.
 Slot PipelineBackward::save_value(Value value, const at::Tensor& tensor, Saving& saving) {
   const Plan& plan = *plan_;
   const Value root = root_of(plan, value);
@@ -134,7 +134,7 @@ int64_t PipelineBackward::note_kept_bytes(std::span<std::atomic<int64_t>> by_val
     int64_t bytes = 0;
     for (const Slot& slot : slots_of(k))
       if (slot.saved >= 0) bytes += saved_[static_cast<size_t>(slot.saved)].bytes;
-    // A store only where it changes something: threads that call one pipeline share these.
+    // Stores only changes: threads that call one pipeline share these counters.
     if (by_value[k].load(std::memory_order_relaxed) != bytes)
       by_value[k].store(bytes, std::memory_order_relaxed);
   }
@@ -204,8 +204,8 @@ Path PipelineBackward::path_for(const variable_list& gradients) const {
 
 namespace {
 
-/// The saved tensors of a run that serve several slots: unpacked once, held until the last slot is
-/// dropped.
+/// Saved tensors of a run that serve several slots. Each is unpacked once and held until its last
+/// slot is dropped.
 class SharedTensors {
  public:
   template <typename Unpack>
@@ -214,7 +214,7 @@ class SharedTensors {
       if (entry.saved == saved) return entry.tensor;
     return entries_.emplace_back(Entry{saved, 0, unpack(saved)}).tensor;
   }
-  /// Whether this was the last of `slots`.
+  /// Drops a slot; returns whether it was the last of `slots`.
   bool drop(size_t saved, size_t slots) {
     for (Entry& entry : entries_)
       if (entry.saved == saved && ++entry.dropped == slots) {
@@ -232,8 +232,8 @@ class SharedTensors {
   std::vector<Entry> entries_;
 };
 
-/// Fills `to` with the one element that `repeated` has, if that takes less time than to call
-/// torch's copy.
+/// Fills `to` with the one element that `repeated` repeats, if that is faster than torch's copy.
+/// Returns whether it did.
 bool fill_small(const at::Tensor& to, const at::Tensor& repeated) {
   constexpr int64_t kSmall = 4096;  // elements
   if (!to.is_cpu() || to.numel() > kSmall ||
@@ -256,8 +256,8 @@ bool fill_small(const at::Tensor& to, const at::Tensor& repeated) {
   }
 }
 
-/// Elements of their own for a gradient that repeats one, as that of a sum does: else every product
-/// and kernel that reads it makes them.
+/// A dense copy of a gradient that repeats elements, as the gradient of a sum does: otherwise every
+/// product and kernel that reads it would copy it.
 at::Tensor dense(const at::Tensor& gradient) {
   if (!gradient.defined() || gradient.is_non_overlapping_and_dense() ||
       std::ranges::count(gradient.strides(), 0) == 0)
@@ -268,7 +268,7 @@ at::Tensor dense(const at::Tensor& gradient) {
   return copy;
 }
 
-/// A kernel reads memory as the plan says that it is; what a hook gave back must be that.
+/// Kernels rely on the plan's dtype and layout: a tensor from a saved-tensor hook must have them.
 void check_unpacked(const Frame& frame, Value value, const at::Tensor& tensor) {
   const Type& type = frame.type(value);
   if (frame.path() != Path::direct || type.format != Format::plain) return;
@@ -301,7 +301,7 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   if (plan.mutates_buffers_in_backward) take_buffers(buffers_, plan, backward->steps, frame);
   for (const auto& [codes, sizes] : numbers_) frame.note_sizes(codes, sizes);
   SharedTensors shared;
-  // A traced node has slots only, and nothing to let go.
+  // A traced node has slots only, and nothing to release.
   const auto users_of = [&](size_t saved) {
     return saved < saved_.size() ? size_t{saved_[saved].slots} : 1;
   };
@@ -354,7 +354,7 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
     // A step may write into what it alone holds: what no later step or backward reads.
     for (const Value dead : step.dead) let_go(dead);
     {
-      const NoAutocast no_autocast;  // not for the hooks that unpack: they are the caller's
+      const NoAutocast no_autocast;  // the caller's unpack hooks run outside of it
       run_step(frame, step);
     }
     if (C10_UNLIKELY(check_nan)) check_no_nan(frame, step);
@@ -366,9 +366,8 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
 
 variable_list PipelineBackward::refuse_double_backward(const variable_list& gradients,
                                                        variable_list results) {
-  // create_graph=True: these results carry no graph of theirs. Whoever differentiates them, with
-  // respect to whatever they depend on, comes by a node that says so, instead of getting a gradient
-  // without their terms.
+  // Under create_graph=True these results carry no graph. Differentiating them reaches a node that
+  // raises, where autograd would otherwise return a gradient without their terms.
   torch::autograd::edge_list edges = next_edges();
   for (torch::autograd::Edge& edge : torch::autograd::collect_next_edges(gradients))
     edges.push_back(std::move(edge));
@@ -394,7 +393,8 @@ variable_list PipelineBackward::apply(variable_list&& gradients) {
   const auto self = getptr();
   variable_list results =
       run(gradients, asked(), torch::autograd::get_current_graph_task_keep_graph(),
-          // Above autograd: the unpack hook of a checkpoint runs the forward of other modules here.
+          // Above autograd, because the unpack hook of a checkpoint runs the forward of other
+          // modules.
           [&](size_t saved) { return saved_[saved].variable.unpack(self); });
   if (to_come_ != nullptr) to_come_->note_run(used_states(*plan_, state_, /*is_backward=*/true));
   if (c10::GradMode::is_enabled()) return refuse_double_backward(gradients, std::move(results));
@@ -409,7 +409,7 @@ void PipelineBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& 
       "pipeline: expected a backward of plain tensors under ",
       "compiled autograd, got what a Python op or a recipe saved, or a "
       "main_grad. Compile the forward as well.");
-  args.collect(plan_->number);  // not its address, which another plan may get once it is gone
+  args.collect(plan_->number);  // an address could be reused by another plan
   for (const Slot& slot : slots_) {
     TORCH_CHECK_NOT_IMPLEMENTED(!slot.sizes,
                                 "pipeline: expected kept tensors that are no views of arguments "

@@ -18,23 +18,23 @@
 
 namespace tandem {
 
-/// A kept tensor: one per distinct tensor, however many values it serves.
+/// A kept tensor. There is one per distinct tensor, however many values it serves.
 struct SavedTensor {
   torch::autograd::SavedVariable variable;
-  /// An input or parameter: no bytes of our own.
+  /// Whether it is an input or a parameter, whose bytes do not count.
   bool is_argument = false;
-  /// One of this node, which would hold itself by it.
+  /// Whether it is an output of this node: a saved output must not own the node.
   bool is_output = false;
-  /// That name it; it is let go when the last one has been.
+  /// The number of slots that refer to it. It is released with the last one.
   uint32_t slots = 0;
   int64_t bytes = 0;
 };
 
-/// A part of a kept value: a tensor, the fields of an opaque value (its first part), or sizes.
+/// A part of a kept value: a tensor, the fields of an opaque value (as its first part), or sizes.
 struct Slot {
-  /// Place in the saved tensors; -1: no tensor.
+  /// Index among the saved tensors; -1: no tensor.
   int32_t saved = -1;
-  /// Of a shape, or of a reshape of the saved tensor.
+  /// The sizes of a shape value, or of a reshape of the saved tensor.
   std::shared_ptr<const c10::SymDimVector> sizes = nullptr;
   std::shared_ptr<void> fields = nullptr;
 };
@@ -52,7 +52,7 @@ class PipelineBackward final : public torch::autograd::Node {
       const torch::autograd::variable_list& inputs,
       torch::dynamo::autograd::SwapSavedVariables& saved) override;
 
-  /// Takes over what the plan keeps of a finished forward; called once, after the outputs have got
+  /// Takes over what the plan keeps of a finished forward. Called once, after the outputs have got
   /// their history.
   void save(Frame& frame, const Arguments& arguments, const Outputs& outputs);
 
@@ -63,15 +63,15 @@ class PipelineBackward final : public torch::autograd::Node {
   using Tensors = torch::autograd::variable_list;
   struct Saving;
 
-  /// Runs the backward program of a mask; `unpack(k)` gives the kth saved tensor. Unless `keep`,
-  /// what is kept of a value goes when the last step that reads it has run.
+  /// Runs the backward program of a mask. `unpack(k)` returns the kth saved tensor. Unless `keep`,
+  /// a kept value is released when the last step that reads it has run.
   template <typename Unpack>
   Tensors run(const Tensors& gradients, const std::vector<bool>& asked, bool keep, Unpack&& unpack);
   Tensors refuse_double_backward(const Tensors& gradients, Tensors results);
   Path path_for(const Tensors& gradients) const;
   Slot save_value(Value value, const at::Tensor& tensor, Saving& saving);
   Slot save_tensor(const at::Tensor& tensor, bool is_argument, Saving& saving);
-  /// Those of the nth kept value.
+  /// The slots of the kept value with this index.
   std::span<const Slot> slots_of(size_t kept) const {
     return std::span(slots_).subspan(first_slot_[kept], first_slot_[kept + 1] - first_slot_[kept]);
   }
@@ -82,14 +82,14 @@ class PipelineBackward final : public torch::autograd::Node {
   Path path_;
   std::vector<SavedTensor> saved_;
   std::vector<Slot> slots_;
-  /// Of kept codes that are packed: the sizes of their numbers.
+  /// The sizes of the tensors behind kept codes that are packed.
   std::vector<std::pair<Value, c10::SymDimVector>> numbers_;
-  /// By kept value, and where the last one's end.
+  /// By kept value: the index of its first slot; one entry more for the end.
   c10::SmallVector<uint32_t, 24> first_slot_;
   std::vector<at::Tensor> workspaces_;
   Buffers buffers_;
   std::vector<at::Tensor> state_;
-  /// In the region of the call.
+  /// The pending backward in the region of the call.
   std::unique_ptr<RecipeRegion::Backward> to_come_;
   bool is_released_ = false;
 };

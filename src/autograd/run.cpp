@@ -24,7 +24,7 @@ namespace {
 
 using torch::autograd::Node;
 
-/// What a caller of the dispatcher op passes as workspaces, before any step runs.
+/// Checks the workspaces that a caller of the dispatcher op passes, before any step runs.
 void check_workspaces(const Plan& plan, const Arguments& arguments) {
   size_t next = 0;
   for (const CachedWeight& cached : plan.cached_weights) {
@@ -54,8 +54,8 @@ void check_states(const Plan& plan, at::TensorList state) {
   }
 }
 
-/// The argument or earlier output that an output shares memory with: the one that it was made from,
-/// else, as user code may return any tensor, the first.
+/// The argument or earlier output that an output shares memory with. It is the one that the plan
+/// names, or, because user code may return any tensor, the first one found.
 const at::Tensor* base_of(const Outputs& outputs, size_t index, const Arguments& arguments,
                           const Plan& plan) {
   const at::Tensor* root = argument_of(plan, arguments, root_of(plan, plan.outputs[index]));
@@ -68,15 +68,15 @@ const at::Tensor* base_of(const Outputs& outputs, size_t index, const Arguments&
   return nullptr;
 }
 
-/// Tracing knows of no memory that results share.
+/// Tracing does not know of memory that results share.
 void clone_shared(Outputs& outputs, const Arguments& arguments, const Plan& plan) {
   for (size_t i = 0; i < outputs.size(); ++i)
     if (base_of(outputs, i, arguments, plan) != nullptr) outputs[i] = outputs[i].clone();
 }
 
-/// A differentiable view of `base` that is `tensor`, without its history. One with a history of its
-/// own cannot be written in place: autograd could not tell the node that the memory of its other
-/// outputs, or of an argument, has changed.
+/// `tensor` as a differentiable view of `base`, without history. If it has a history of its own,
+/// writing it in place raises: autograd could not tell the node that the memory of other outputs or
+/// of an argument has changed.
 at::Tensor view_of(const at::Tensor& base, const at::Tensor& tensor, bool has_history) {
   using torch::autograd::CreationMeta;
   at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -89,14 +89,14 @@ at::Tensor view_of(const at::Tensor& base, const at::Tensor& tensor, bool has_hi
       has_history ? CreationMeta::IN_CUSTOM_FUNCTION : CreationMeta::DEFAULT);
 }
 
-/// Stands for an in-place sum in the history of the base of a view: torch sends it the gradient of
+/// Represents an in-place sum in the history of the view's base: torch sends it the gradient of
 /// what the view now holds.
 class OverwrittenView : public Node {
  public:
   OverwrittenView(const at::Tensor& view, torch::autograd::Edge now) {
     add_input_metadata(view);
-    // What the view held, which the sum has read: its gradient comes through the pipeline, and here
-    // is zero. torch looks here for an edge where the base has one, and goes by the base's own.
+    // The gradient of the view's old value, which the sum has read, comes through the pipeline and
+    // is zero here. torch expects an edge here if the base has one, and uses the base's own edge.
     add_next_edge(torch::autograd::impl::gradient_edge(at::Tensor(view._base())));
     add_next_edge(std::move(now));
   }
@@ -107,9 +107,9 @@ class OverwrittenView : public Node {
   }
 };
 
-/// What a tensor leads to that holds the value of `result`: the output that it is, or an error
-/// where it is none. That leads to all that the pipeline does, as torch runs no node for gradients
-/// of what it does not lead to.
+/// The edge of a tensor that holds the value of `result`: of the output that it is, or of an error
+/// if it is no output. The error leads to everything that the pipeline leads to, because torch runs
+/// a node only for gradients of what it leads to.
 torch::autograd::Edge edge_of(const Overwritten& overwritten, const at::Tensor& tensor,
                               const Outputs& outputs, const Plan& plan, const Node& node) {
   const auto output = std::find(plan.outputs.begin(), plan.outputs.end(), overwritten.result);
@@ -124,9 +124,8 @@ torch::autograd::Edge edge_of(const Overwritten& overwritten, const at::Tensor& 
   return {std::move(refusal), 0};
 }
 
-/// What the call has overwritten goes on with the history of the sum, as behind any in-place
-/// operation, and so does the base of a view. A leaf stays one: its old value is gone, and the
-/// gradient of that is what it gets.
+/// Gives overwritten arguments, and the bases of views, the history of the sum, as any in-place
+/// operation does. A leaf stays a leaf and gets the gradient of its old value.
 void rebase_overwritten(const Outputs& outputs, const Arguments& arguments, const Plan& plan,
                         const Node& node) {
   for (const Overwritten& overwritten : plan.overwritten) {
@@ -140,7 +139,7 @@ void rebase_overwritten(const Outputs& outputs, const Arguments& arguments, cons
   }
 }
 
-/// Outputs get the node as their history.
+/// Gives outputs the node as their history.
 void set_history(Outputs& outputs, const Arguments& arguments, const Plan& plan,
                  const compat::NodePtr& node, Path path) {
   for (size_t i = 0; i < outputs.size(); ++i) {
@@ -165,8 +164,8 @@ class Versions {
     for (const at::TensorList list : {arguments.inputs, arguments.params})
       for (const at::Tensor& tensor : list) versions_.push_back(version_of(tensor));
   }
-  /// What backward will read must be what forward read: nothing may have written it since, not even
-  /// this pipeline.
+  /// What backward will read must be as forward read it: nothing may have written it since, also
+  /// not this pipeline.
   void check(const Plan& plan) const {
     if (!watches_) return;
     size_t next = 0;
@@ -186,7 +185,7 @@ class Versions {
   c10::SmallVector<int64_t, 16> versions_;
 };
 
-/// What an in-place step writes must be writable, and no second such step may write the same
+/// What an in-place step writes must be writable, and no second in-place step may write that
 /// memory: a kept result would change.
 void check_in_place(const Plan& plan, const Arguments& arguments, Path path) {
   TORCH_CHECK_VALUE(!plan.mutates_buffers_in_forward || !is_recompute(),
@@ -331,7 +330,7 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
   Outputs outputs;
   const bool is_first = arguments.region != nullptr && !plan->state.empty() &&
                         arguments.state[0].is_same(arguments.region->token(false));
-  if (is_first)  // not a recompute
+  if (is_first)  // this call is no recompute
     arguments.region->note_forward(used_states(*plan, arguments.state, /*is_backward=*/false));
   if (!plan->needs_backward) {
     run_forward(frame, *plan);

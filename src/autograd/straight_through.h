@@ -1,4 +1,4 @@
-// A gradient that is handed on as it is, past what has none.
+// The straight-through gradient: it passes operations without a derivative unchanged.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,18 +9,18 @@
 
 namespace tandem {
 
-/// The history of x, for tensors that stand for x and are computed in a way that has no derivative.
-/// It holds what leads to x, not its memory, unless x is a leaf.
+/// The history of x for tensors that represent x but are computed without a derivative. It holds
+/// what leads to x, and its memory only if x is a leaf.
 class StraightThrough {
  public:
-  /// That of x; null where no gradient of x is recorded. Throws c10::NotImplementedError where x
+  /// The history of x; null if no gradient of x is recorded. Throws c10::NotImplementedError if x
   /// has a tangent of forward-mode differentiation.
   static std::shared_ptr<const StraightThrough> of(const at::Tensor& x);
 
   StraightThrough(torch::autograd::Edge edge, at::TensorOptions options);
 
-  /// Gives `y`, which has no history, this one: the gradient of y, in the dtype of x and where x
-  /// lies, is that of x. Does nothing where no gradients are recorded.
+  /// Makes this the history of `y`, which must have none: the gradient of y, moved to the dtype and
+  /// device of x, becomes the gradient of x. Does nothing if no gradients are recorded.
   void give_to(at::Tensor& y) const;
 
  private:

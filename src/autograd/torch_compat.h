@@ -1,5 +1,5 @@
-// The only file that knows which torch it is compiled against: nodes are shared_ptr up to 2.11,
-// intrusive_ptr since.
+// The only file that depends on the version of torch: nodes are held by shared_ptr up to 2.11, and
+// by intrusive_ptr since.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
