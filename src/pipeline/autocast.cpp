@@ -22,12 +22,12 @@ RegionPtr& here() {
   return region;
 }
 
-/// Two different recipes have one once in 2^63.
+/// Two different recipes have equal numbers with a probability of 2^-62.
 int64_t number_of(const std::string& json) {
   return static_cast<int64_t>(std::hash<std::string>()(json) >> 1) | 1;
 }
 
-/// Those that live, by their JSON.
+/// The recipes that exist, keyed by their JSON.
 class Recipes {
  public:
   ActiveRecipePtr of(const std::string& json) {
@@ -50,7 +50,7 @@ class Recipes {
   }
 
   std::string text_of(int64_t number) {
-    std::vector<ActiveRecipePtr> held;  // may be the last to hold one: they go without the lock
+    std::vector<ActiveRecipePtr> held;  // destroyed without the lock, which forget() takes
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [json, entry] : living_) {
       held.push_back(entry.lock());
@@ -77,7 +77,7 @@ class Recipes {
     if (dead_.size() > kMostDead) dead_.pop_front();
   }
 
-  /// Whose texts an error may still show.
+  /// How many destroyed recipes keep their text, which an error may still show.
   static constexpr size_t kMostDead = 64;
 
   std::mutex mutex_;
@@ -86,7 +86,7 @@ class Recipes {
 };
 
 Recipes& recipes() {
-  static auto& recipes = *new Recipes;  // outlives static holders of recipes
+  static auto& recipes = *new Recipes;  // never destroyed: static objects may hold recipes
   return recipes;
 }
 

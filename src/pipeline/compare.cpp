@@ -40,8 +40,8 @@ std::string expected_got(const std::string& expected, const std::string& got) {
   return "expected " + expected + ", got " + got;
 }
 
-/// Both as float64 without NaN, infinities as the dtype's largest number; `problem` says where that
-/// is not possible.
+/// Both tensors in float64, with NaN removed and infinities replaced by the dtype's largest number.
+/// `problem`: why that is not possible, or empty.
 struct Numbers {
   at::Tensor got, expected;
   std::string problem;
@@ -68,7 +68,7 @@ Numbers numbers_of(const at::Tensor& got, const at::Tensor& expected) {
           b.masked_fill(nan, 0).clamp(-largest, largest), ""};
 }
 
-/// In float64, zero where a number is not finite.
+/// The magnitudes in float64; zero for elements that are not finite.
 at::Tensor finite_sizes(const at::Tensor& tensor) {
   const at::Tensor size = at::abs(tensor.detach().to(at::kDouble));
   return size.masked_fill((at::isnan(size)).logical_or(at::isinf(size)), 0);
@@ -125,7 +125,7 @@ std::string difference(const at::Tensor& got, const at::Tensor& expected, double
                        const at::Tensor& scale) {
   const auto [a, b, problem] = numbers_of(got, expected);
   if (!problem.empty() || !a.defined() || a.numel() == 0) return problem;
-  // Divided first: the difference of two large numbers may overflow.
+  // Both are divided before subtracting, because the difference of two large numbers may overflow.
   const at::Tensor size = at::maximum(at::maximum(at::abs(a), at::abs(b)), scale.to(a.device()))
                               .clamp_min(smallest_normal_of(got.scalar_type()));
   const at::Tensor apart = at::abs(a / size - b / size).flatten();

@@ -57,13 +57,13 @@ std::vector<std::string> covered(const ExplainedPlan& explained, const Step& ste
     const OpNode& op = explained.program->description().ops[part.op];
     const StepDef& step_def =
         (part.is_backward ? op.kind->def.backward : op.kind->def.forward)[part.nth];
-    const bool is_whole = step_def.name == "forward";  // of most ops, which nobody needs to hear
+    const bool is_whole = step_def.name == "forward";  // most ops have one whole forward
     parts.push_back(op.label + (is_whole ? "" : "." + std::string(step_def.name)));
   }
   return parts;
 }
 
-/// Their numbers, which are unique where names are not; null where a value is absent.
+/// The numbers of the values, which are unique while names are not; null for an absent value.
 json ids(const Values& values, bool with_absent = false) {
   json result = json::array();
   for (const Value value : values) {
@@ -89,7 +89,7 @@ json step_json(const ExplainedPlan& explained, const Step& step) {
           {"emulated", kernel_ops::reasons_in(step.taken.all())}};
 }
 
-/// Per row of the main input, as all numbers here.
+/// The choices under a budget. All numbers are per row of the main input.
 json within_json(const Plan& plan) {
   static constexpr const char* kKinds[] = {"kept", "written again", "run again"};
   const auto& budget = plan.within->budget;
@@ -107,7 +107,7 @@ json within_json(const Plan& plan) {
   return result;
 }
 
-/// How the last call has come by the codes of each weight.
+/// How the last call obtained the codes of each weight.
 json weights_json(const ExplainedPlan& explained) {
   const Plan& plan = *explained.plan;
   json result = json::array();
@@ -122,7 +122,7 @@ json weights_json(const ExplainedPlan& explained) {
   return result;
 }
 
-/// Adds weights without a workspace, which are quantized in each call, by the steps that do it.
+/// Adds the weights that have no workspace, from the steps that quantize them in each call.
 class WeightsOfEachCall {
  public:
   WeightsOfEachCall(const ExplainedPlan& explained, json& weights)
@@ -155,7 +155,7 @@ class WeightsOfEachCall {
     }
   }
 
-  /// What is multiplied in groups of rows is quantized there.
+  /// Adds weights that a product of groups quantizes itself.
   void look_at_groups(const char* direction, const Step& step) {
     const OpNode& op = description_.ops[step.covers[0].op];
     const Quantizer* const quantizer = quantizer_of(
@@ -258,7 +258,7 @@ void print_steps(std::ostringstream& text, const json& plan, const char* directi
   }
 }
 
-/// The trade of each choice.
+/// Prints what each choice of a budget saves and costs.
 void print_budget(std::ostringstream& text, const json& within) {
   const json& budget = within.at("bytes_per_row");
   if (budget.is_null()) {
@@ -283,7 +283,7 @@ void print_budget(std::ostringstream& text, const json& within) {
   }
 }
 
-/// Which weights were quantized in the last call, and why.
+/// Prints which weights the last call quantized, and why.
 void print_weights(std::ostringstream& text, const json& weights) {
   text << "  codes of weights in the last call\n";
   for (const json& weight : weights) {
@@ -321,7 +321,7 @@ std::string as_text(const json& document) {
     if (plan.contains("memory_budget")) print_budget(text, plan.at("memory_budget"));
     print_steps(text, plan, "backward");
     if (!plan.at("fusions").empty()) text << "  fusions\n";
-    std::set<std::string> shown;  // the picture of each once
+    std::set<std::string> shown;  // each picture is shown once
     for (const json& fusion : plan.at("fusions")) {
       const auto name = fusion.at("fusion").get<std::string>();
       const bool made = fusion.at("made").get<bool>();
@@ -340,7 +340,7 @@ std::string as_text(const json& document) {
   return text.str();
 }
 
-/// The plan that says most: the last one with backward, else the last.
+/// The most informative plan: the last one with backward, else the last.
 const json& plan_to_draw(const json& document) {
   const json* chosen = &document.at("plans").back();
   for (const json& plan : document.at("plans"))

@@ -1,4 +1,4 @@
-// The steps of a plan, run as values are asked for.
+// Runs steps of a plan when their values are needed.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -11,7 +11,7 @@
 
 namespace tandem {
 
-/// What is there is not made again.
+/// Values that exist are not computed a second time.
 class OnDemand {
  public:
   OnDemand(const Plan& plan, const Arguments& arguments, Path path)
@@ -26,7 +26,7 @@ class OnDemand {
   void set(Value value, const at::Tensor& tensor) {
     if (exists(value) && frame_.type(value).format == Format::plain) frame_.tensor(value) = tensor;
   }
-  /// Of a value in codes: what its direction has of the parts of a group.
+  /// Sets a value in codes from the parts of its direction.
   void set_codes(Value value, const QuantizedArgument& quantized, c10::SymIntArrayRef sizes) {
     const Type& type = frame_.type(value);
     for (size_t part = 0; part < tensors_per_value(type); ++part)
@@ -43,10 +43,10 @@ class OnDemand {
     return frame_.tensor(value).defined();
   }
 
-  /// Seeds are drawn where this value is, where the input is not there.
+  /// Draws seeds on the device of this value if the input of a seed step is absent.
   void draw_like(Value value) { like_ = value; }
 
-  /// Runs a step behind those that write what it reads.
+  /// Runs a step after the steps that write what it reads.
   void run(const Step& step) {
     Step keeping = step;
     if (step.kind == StepKind::seed && exists(like_) && !has(step.reads[0]))
@@ -59,7 +59,7 @@ class OnDemand {
       if (exists(value)) is_sized_[index_of(value)] = true;
   }
 
-  /// Runs what writes a value.
+  /// Runs the step that writes a value, unless the value exists.
   void provide(Value value) {
     if (has(value)) return;
     const auto step = std::ranges::find_if(plan_.forward,

@@ -23,7 +23,7 @@ namespace tandem {
 
 namespace {
 
-/// Composite where somebody differentiates what a forward does, as in a pipeline.
+/// Composite if something differentiates the operations of forward, as for a pipeline.
 Path path_of(const Arguments& arguments) {
   if (is_direct(arguments)) return Path::direct;
   const auto& included = c10::impl::tls_local_dispatch_key_set().included_;
@@ -42,7 +42,7 @@ PlanKey::TensorTraits traits_of(const at::Tensor& tensor, bool asked) {
   return {true, asked && tensor.is_floating_point(), tensor.scalar_type(), tensor.device()};
 }
 
-/// A parameter that is not there has the traits of `other`: what reads it raises.
+/// An absent parameter gets the traits of `other`; a step that reads it raises.
 void add_params(PlanKey& key, const Arguments& arguments, const std::vector<bool>& asked,
                 const PlanKey::TensorTraits& other) {
   for (size_t i = 0; i < arguments.params.size(); ++i) {
@@ -61,7 +61,7 @@ const OperandTable* operands_of(const Plan& plan) {
   return plan.backward_fusions ? &plan.backward_fusions->operands[0] : nullptr;
 }
 
-/// What steps of backward read of a context: the codes that a tensor on it has, or its numbers.
+/// What backward steps read of a context value: the codes of a tensor, or its numbers.
 struct ReadOfContext {
   std::vector<Value> codes;
   bool numbers = false;
@@ -84,7 +84,7 @@ ReadOfContext read_of_context(const Steps& steps, const Plan& plan, std::string_
   return found;
 }
 
-/// The value behind a name of an operand or result.
+/// The value behind the name of an operand or result.
 Value value_of(const OperandTable& operands, std::string_view name) {
   return operands.value(position(operands.kind().operands, name));
 }
@@ -130,7 +130,7 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
       std::ranges::find_if(gradients, [](const at::Tensor& tensor) { return tensor.defined(); });
   std::vector<at::Tensor> results(inputs + params.size());
   if (given == gradients.end()) return results;
-  const std::vector<at::Tensor> nothing(inputs);  // x and extra inputs are what the context has
+  const std::vector<at::Tensor> nothing(inputs);  // the context holds x and extra inputs
   const Arguments arguments{.inputs = nothing,
                             .params = params,
                             .workspaces = {},
@@ -170,7 +170,7 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
           ? Path::direct
           : Path::dispatch;
   OnDemand values(*plan, arguments, path);
-  for (size_t i = 0; i < context.saved.size(); ++i)  // a parameter that is not saved is there
+  for (size_t i = 0; i < context.saved.size(); ++i)  // a parameter that was not saved is passed
     if (context.saved[i].defined() && (read[i].codes.empty() || read[i].numbers))
       values.set(value_of(*operands, kind.def.context[i]), context.saved[i]);
   for (const QuantizedArgument& each : quantized)

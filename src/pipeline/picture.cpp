@@ -33,7 +33,7 @@ std::string bytes_text(int64_t bytes) {
   return std::to_string(bytes) + " B";
 }
 
-/// What fits, cut between characters of UTF-8.
+/// The text cut to `most` bytes, between characters of UTF-8.
 std::string clipped(std::string text, size_t most) {
   if (text.size() <= most) return text;
   size_t end = most - 3;
@@ -46,9 +46,9 @@ using Id = int64_t;
 struct DrawnNode {
   enum Kind { step, fused, argument, result } kind;
   std::string name, title, detail, time;
-  /// Of all time that was measured.
+  /// Share of all measured time.
   double share = 0;
-  /// Arguments that it reads.
+  /// Arguments that the step reads.
   std::vector<std::string> arguments = {};
 };
 
@@ -58,7 +58,7 @@ struct Edge {
   Id value;
 };
 
-/// A plan as nodes and edges. Steps are called f0, f1, ... and b0, b1, ...
+/// A plan as nodes and edges. Steps are named f0, f1, ... and b0, b1, ...
 class Graph {
  public:
   Graph(const json& plan, const StepTimes& times) : plan_(plan) {
@@ -85,7 +85,7 @@ class Graph {
 
   std::string name(Id value) const { return field(value, "name"); }
   std::string type(Id value) const { return field(value, "type"); }
-  /// Of a value that is kept, after a call that has noted it; else empty.
+  /// The bytes of a kept value, if a call has noted them; else empty.
   std::string bytes(Id value) const {
     const auto known = kept_bytes_.find(value);
     return known == kept_bytes_.end() || known->second == 0 ? "" : bytes_text(known->second);
@@ -178,7 +178,7 @@ bool is_step(const std::string& name) {
 /// Backward is drawn upwards.
 bool goes_up(const std::string& name) { return name[0] == 'b' || name[0] == 'g'; }
 
-/// Boxes in two columns, what is kept between them.
+/// Boxes in two columns, with kept values between them.
 class Drawing {
  public:
   Drawing(const Graph& graph) : graph_(graph) {
@@ -246,7 +246,7 @@ class Drawing {
     if (!node.detail.empty()) text(x + 10, y + 44, "s", with, 58);
   }
 
-  /// Between steps of one direction: straight to the next one, around those between.
+  /// Draws flows between steps of one direction: straight to the next step, around steps between.
   void flows() {
     std::map<std::pair<std::string, std::string>, std::string> labels;
     for (const Edge& edge : graph_.edges())
@@ -321,7 +321,7 @@ class Drawing {
   int height_ = 0;
 };
 
-/// From light to strong by share of the time.
+/// The color of a step: the stronger, the larger its share of the time.
 std::string fill_of(const DrawnNode& node) {
   if (node.share > 0) {
     const int strength = static_cast<int>(std::min(node.share, 0.5) * 2 * 150);
@@ -350,7 +350,7 @@ std::string escaped(const std::string& text) {
       case '"':
         result += "&quot;";
         break;
-      default:  // what XML does not know
+      default:  // characters that XML does not allow
         result += static_cast<unsigned char>(c) < ' ' && c != '\n' ? ' ' : c;
     }
   }
@@ -399,7 +399,7 @@ std::string plan_dot(const json& plan, const StepTimes& times) {
     if (const std::string bytes = graph.bytes(edge.value);
         edge.kind == Edge::kept && !bytes.empty())
       quoted += ", " + bytes;
-    const bool is_end = !is_step(edge.from) || !is_step(edge.to);  // a node says it already
+    const bool is_end = !is_step(edge.from) || !is_step(edge.to);  // the node names the value
     if (edge.kind != Edge::flow) {
       dot << "  " << edge.from << " -> " << edge.to << " [constraint=false, style=dashed, color=\""
           << (edge.kind == Edge::kept ? "#c98a1b\", penwidth=1.4, label=\"" + quoted : "#c4c9d4")

@@ -1,5 +1,5 @@
-// Plans as pictures: which step hands which value to which, what backward gets from forward, what
-// steps have replaced, and how long they took.
+// Plans as pictures: which step passes which value to which, what backward gets from forward, which
+// steps a fusion replaces, and how long steps took.
 #pragma once
 
 #include <string>
@@ -9,14 +9,14 @@
 
 namespace tandem {
 
-/// As XML wants it.
+/// The text escaped for XML.
 std::string escaped(const std::string& text);
 
-/// Of a plan as `explain` tells it in JSON: forward downwards, backward upwards beside it, between
-/// them what is kept.
+/// The picture of a plan, given as JSON from `explain`: forward runs downwards, backward upwards
+/// beside it, and kept values stand between them.
 std::string plan_svg(const nlohmann::json& plan, const StepTimes& times);
 
-/// The same as a graph for Graphviz, which finds a better layout.
+/// The picture as a graph for Graphviz, which finds a better layout.
 std::string plan_dot(const nlohmann::json& plan, const StepTimes& times);
 
 }  // namespace tandem

@@ -20,10 +20,10 @@
 namespace tandem {
 
 namespace {
-/// Stand for the recipe of the last call where there was none, and for more than one recipe.
+/// Instead of a recipe's number: there was no call, or the calls had more than one recipe.
 constexpr int64_t kNeverCalled = -1, kSeveral = -2;
 
-/// What is kept for calls like earlier ones: states under the fusions of now, and plans of one.
+/// How many states a pipeline keeps under the current fusions, and how many plans a state notes.
 constexpr size_t kMostStates = 16, kMostServed = 64;
 }  // namespace
 
@@ -33,8 +33,7 @@ Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions,
       required_fusions_(std::move(required_fusions)),
       calls_{Calls{kNeverCalled}, Calls{kNeverCalled}} {
   set_memory_budget(memory_budget);
-  const auto parsed =
-      parse_description(text_of(nullptr, {}));  // errors come where the pipeline is made
+  const auto parsed = parse_description(text_of(nullptr, {}));  // throws if the ops are wrong
   writes_arguments_ = std::any_of(parsed->ops.begin(), parsed->ops.end(),
                                   [](const OpNode& op) { return op.writes_caller(); });
 }
@@ -101,9 +100,9 @@ const std::string& Pipeline::text_for_op(State& state) {
   return *state.held_text;
 }
 
-/// States of other fusions than those of now are asked for no more; of many recipes the first go.
-/// All reads and writes of the list are sequentially consistent: a visit that begins when there was
-/// none finds the list as it is without them.
+/// Retires states of other fusions than the current ones, which no call can find, and the oldest of
+/// too many states. All reads and writes of the list are sequentially consistent: a call that
+/// begins when none ran finds the list without the retired states.
 void Pipeline::retire_states(uint64_t fusions_version) {
   size_t excess = states_.size() > kMostStates ? states_.size() - kMostStates : 0;
   std::vector<std::unique_ptr<State>> stay;
@@ -121,7 +120,7 @@ void Pipeline::retire_states(uint64_t fusions_version) {
 }
 
 void Pipeline::free_retired() const {
-  std::vector<std::unique_ptr<State>> dead;  // they go without the lock: their end may run Python
+  std::vector<std::unique_ptr<State>> dead;  // destroyed without the lock: they may run Python
   const std::lock_guard<std::mutex> lock(mutex_);
   if (visits_ != 0) return;
   dead.swap(retired_);
@@ -131,8 +130,8 @@ void Pipeline::free_retired() const {
 kernel_ops::CodesWere Pipeline::why_none(size_t weight, const Quantizer& quantizer) const {
   using kernel_ops::CodesWere;
   bool has_other = false;
-  std::vector<GroupMask> others;  // of this quantizer
-  GroupMask mask{};               // of the workspace that is made now
+  std::vector<GroupMask> others;  // directions of workspaces of this quantizer
+  GroupMask mask{};               // directions of the new workspace
   for (const auto& state : states_)
     for (const HeldWorkspace& held : state->workspaces) {
       if (held.weight != weight) continue;
@@ -143,7 +142,7 @@ kernel_ops::CodesWere Pipeline::why_none(size_t weight, const Quantizer& quantiz
       if (!is_there) mask = held.mask;
     }
   if (std::ranges::find(others, mask) != others.end())
-    return CodesWere::first_used;  // in training, or in evaluation
+    return CodesWere::first_used;  // in training or in evaluation
   return !others.empty() ? CodesWere::lacking_a_direction
          : has_other     ? CodesWere::of_another_recipe
                          : CodesWere::first_used;
@@ -167,7 +166,7 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
     const auto& quantizer = plan.cached_weights[w].quantizer;
     const GroupMask& mask = plan.cached_weights[w].parts;
     const auto pieces = pieces_of(plan.cached_weights[w], plan, arguments.params);
-    // Plans that read the codes of other directions have a workspace of their own.
+    // Plans that read codes in other directions have workspaces of their own.
     auto held = std::ranges::find_if(state.workspaces, [&](const HeldWorkspace& each) {
       return each.weight == w && each.quantizer == quantizer && each.mask == mask;
     });
@@ -176,8 +175,8 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
     const Direction direction =
         held->parts[row_codes].defined() ? Direction::row : Direction::column;
     const at::Tensor& codes = held->parts[part_of(direction, 0)];
-    // A call on another thread, or a graph, may still read the codes of another weight: those stay
-    // as they are.
+    // A call on another thread, or a graph, may still read the codes of another weight: they must
+    // not be overwritten.
     CodedWeight coded = coded_weight(pieces);
     const bool is_free = codes.use_count() <= 1 || held->coded == coded;
     held->coded = std::move(coded);
@@ -186,7 +185,7 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
           pieces, *quantizer, mask,
           is_free ? why_none(w, *quantizer) : kernel_ops::CodesWere::of_another_tensor);
     else if (codes.sym_sizes() !=
-                 at::SymIntArrayRef(sizes_of_codes(  // torch 2.11 compares like with like
+                 at::SymIntArrayRef(sizes_of_codes(  // torch 2.11 compares equal types only
                      *quantizer, kernel_ops::joined_sizes(pieces), direction)) ||
              codes.device() != pieces[0].device())
       held->parts = kernel_ops::fitting_workspace(pieces, *quantizer, mask, held->parts);
@@ -211,10 +210,10 @@ Pipeline::Served* Pipeline::served(State& state, const std::shared_ptr<const Pla
 }
 
 /// torch's checkpoints recompute wherever backward runs, which may be outside the region of the
-/// forward. A reentrant one has run its forward without grad, and which of such calls it repeats is
-/// not known: so all since the last recompute count, but calls without a recipe do not speak
-/// against one under the recipe of the others. Another one counts saved tensors itself and
-/// recomputes under hooks for them.
+/// forward. A reentrant checkpoint has run its forward without grad, and it is unknown which of
+/// these calls it repeats. So all calls without grad since the last recompute count; calls without
+/// a recipe do not exclude a recompute under the recipe of the others. Other checkpoints check
+/// their saved tensors themselves and recompute under saved-tensor hooks.
 void Pipeline::note_recipe(bool training) {
   const ActiveRecipe* active = active_recipe();
   const int64_t recipe = active == nullptr ? 0 : active->number;
@@ -227,7 +226,7 @@ void Pipeline::note_recipe(bool training) {
     if (!c10::GradMode::is_enabled()) return;
     calls.are_recomputed.store(true, std::memory_order_relaxed);
     if (const RegionPtr region = thread_region(); region && region->is_recompute)
-      return;  // tandem.checkpoint has put the recipe of its forward in force
+      return;  // tandem.checkpoint restores its forward's recipe
     const bool has_forward = under != 0 || calls.plain.load(std::memory_order_relaxed);
     const bool is_reentrant = !at::SavedTensorDefaultHooks::is_enabled() ||
                               !at::SavedTensorDefaultHooks::get_hooks(true).has_value();
@@ -281,7 +280,7 @@ std::vector<at::Tensor> state_in_region(std::vector<at::Tensor> state) {
     const size_t first = scaling_state_place(holder, /*is_backward=*/false);
     ScalingState forward = scaling_state([&](size_t place) { return state[place]; }, first);
     forward.scale = region->outermost->scale_in_forward(forward);
-    if (!forward.scale.defined()) continue;  // forward has taken none of this module's
+    if (!forward.scale.defined()) continue;  // forward has used no scale of this module
     has_scales = true;
     for (size_t i = 0; i < kScalingState.size(); ++i)
       state[first + i] = forward.*kScalingState[i].tensor;
@@ -323,7 +322,7 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
     workspaces = workspaces_for(*plan, arguments, current);
     arguments.workspaces = workspaces;
   } else if (kernel_ops::said_now() == kernel_ops::Said::first_microbatch) {
-    kernel_ops::note_first_microbatch(arguments.params);  // of codes that other plans hold
+    kernel_ops::note_first_microbatch(arguments.params);  // for codes that other plans hold
   }
   Outputs outputs = run_pipeline(plan, arguments, Path::direct);
   Served* entry = served(current, plan);

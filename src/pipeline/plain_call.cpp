@@ -22,7 +22,7 @@ namespace {
 
 using at::Tensor;
 
-/// The arguments with the plan that serves them.
+/// The arguments with their plan.
 struct Planned {
   explicit Planned(const PlainArguments& given)
       : program(program_of(write_description(given.ops, given.recipe,
@@ -41,7 +41,8 @@ struct Planned {
     arguments.workspaces = workspaces;
   }
 
-  /// Detached views that say which gradients are asked for: a key reads it off tensors.
+  /// Makes detached views that require the requested gradients, because a key reads flags of
+  /// tensors.
   PlanKey key(const PlainArguments& given) {
     std::vector<Tensor> inputs = given.inputs, params = given.params;
     const bool asks = std::ranges::count(given.asked, true) != 0;
@@ -60,7 +61,7 @@ struct Planned {
     return key_of(marked, asks, /*traced=*/false, program->description().sizes_in_key);
   }
 
-  /// Those of another recipe, or that lack a direction, make room for fresh ones.
+  /// Replaces workspaces of another recipe, and those that lack a direction, by new ones.
   void fit_workspaces(at::TensorList given) {
     const bool are_as_many = given.size() == plan->workspaces.size();
     size_t next = 0;
@@ -77,7 +78,7 @@ struct Planned {
     }
   }
 
-  /// The argument whose memory this is, or part of one that is kept in codes; nullptr: none.
+  /// The argument that shares memory with the tensor, or whose codes do; nullptr: none.
   const Tensor* argument_behind(const Tensor& tensor) const {
     const auto in = [&](const auto& list) -> const Tensor* {
       for (const Tensor& other : list)
@@ -99,14 +100,15 @@ struct Planned {
   std::vector<Tensor> workspaces;
 };
 
-/// Views that steps make have no counter of the argument's versions: itself has.
+/// A view that a step made has a version counter of its own, so the argument's version is noted.
 ReadArgument seen(const Tensor* argument) {
   if (argument == nullptr) return {};
   return {kernel_ops::number_of_memory(*argument), version_of(*argument)};
 }
 
-/// Of the codes in workspaces, which the library writes below the counters of versions: whoever
-/// else has written there has moved one. A stamp tells of the library alone.
+/// The memory and versions of codes in workspaces. The library writes them without counting
+/// versions, so another version means that someone else has written. A stamp is not noted: only the
+/// library writes it.
 std::vector<ReadArgument> seen_codes(at::TensorList workspaces) {
   std::vector<ReadArgument> seen_of_each;
   for (const Tensor& tensor : workspaces)
@@ -114,7 +116,7 @@ std::vector<ReadArgument> seen_codes(at::TensorList workspaces) {
   return seen_of_each;
 }
 
-/// No output shares memory with an argument or with another output.
+/// Outputs that share no memory with an argument or another output.
 std::vector<Tensor> fresh_outputs(const Planned& planned, Frame& frame) {
   std::vector<Tensor> outputs;
   for (const Value value : planned.plan->outputs) {
@@ -162,7 +164,7 @@ PlainResults plain_forward(const PlainArguments& given) {
 struct PlainContext::Kept {
   std::shared_ptr<const Plan> plan;
   Path path;
-  /// By place in Plan::kept, the parts of each.
+  /// By index in Plan::kept: the parts of each value.
   std::vector<std::vector<Tensor>> tensors;
   std::vector<std::pair<size_t, c10::SymDimVector>> carried;
   std::vector<Tensor> workspaces, state;
@@ -175,7 +177,7 @@ struct PlainContext::Kept {
     int64_t version;
   };
   std::vector<Read> reads;
-  /// What gradients of the outputs look like.
+  /// The traits that gradients of the outputs must have.
   struct OutputTraits {
     c10::SymDimVector sizes;
     at::ScalarType dtype;
@@ -183,7 +185,7 @@ struct PlainContext::Kept {
   };
   std::vector<OutputTraits> outputs;
   void check(const Tensor& gradient, size_t place) const;
-  /// Saved, and no argument.
+  /// Saved tensors that are no arguments.
   std::vector<Tensor> own;
   bool is_released = false;
 
@@ -205,7 +207,7 @@ PlainContext::PlainContext(const PlainArguments& given, const PlainResults& resu
     : kept_(std::make_unique<Kept>()) {
   Planned planned(given);
   const Plan& plan = *planned.plan;
-  if (!results.workspaces.empty()) {  // those that forward has made
+  if (!results.workspaces.empty()) {  // the workspaces that forward has created
     planned.workspaces = results.workspaces;
     planned.arguments.workspaces = planned.workspaces;
   }
@@ -252,7 +254,7 @@ PlainContext::PlainContext(const PlainArguments& given, const PlainResults& resu
         kept_->own.push_back(saved);
         continue;
       }
-      arguments.provide(value);  // by steps that make views
+      arguments.provide(value);  // by steps that create views
       parts.push_back(arguments.frame().tensor(value, part));
       const Tensor* const argument = planned.argument_behind(parts.back());
       const ReadArgument now = seen(argument);
@@ -332,7 +334,7 @@ std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain
         frame.note_sizes(value, sizes);
       }
     }
-    if (!retain) kept_->release();  // then each dies with the last step that reads it
+    if (!retain) kept_->release();  // the last step that reads a value then releases it
     for (const Step& step : backward->steps) run_step(frame, step);
     for (size_t i = 0; i < results.size(); ++i)
       if (exists(backward->gradients[i])) results[i] = frame.tensor(backward->gradients[i]);

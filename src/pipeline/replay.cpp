@@ -20,22 +20,22 @@ namespace tandem {
 
 namespace {
 
-/// Sums and functions are computed in float32 where their results are rounded to less: so many
-/// units of it per op, and per square root of the longest dimension that is summed over (roundings
-/// have either sign).
+/// Sums and functions are computed in float32 if their results are rounded to less. They may be off
+/// by so many units of float32 per op, and per square root of the longest dimension that is summed
+/// over, because roundings have either sign.
 constexpr double kUnitsPerOp = 8, kUnitsPerSum = 4;
-/// However many ops a fused step replaces.
+/// The limit, however many ops a fused step replaces.
 constexpr double kLargestTolerance = 0x1p-4;
-/// Of the unit of a dtype, for each op. Two roundings of nearly the same number are at most the
-/// whole unit apart. One is at most half a unit from the number itself, and what follows may make
-/// that a little more.
+/// The share of a dtype's unit that each op may be off. Two roundings of nearly equal numbers are
+/// at most a whole unit apart. One rounding is at most half a unit from the exact number, and later
+/// operations may increase that a little.
 constexpr double kOfRoundings = 1, kOfNumber = 0.6;
 
 bool is_same_step(const Step& a, const Step& b) {
   return a.run == b.run && a.kind == b.kind && a.reads == b.reads && a.covers == b.covers;
 }
 
-/// The unfused steps that a fused one replaces.
+/// The unfused steps that a fused step replaces.
 Steps members_of(const Step& fused, const Steps& unfused) {
   Steps members;
   const std::vector<Part>& covers = fused.kind == StepKind::again ? fused.repeats : fused.covers;
@@ -46,8 +46,8 @@ Steps members_of(const Step& fused, const Steps& unfused) {
   return members;
 }
 
-/// How far results of `step` may be from those of its members, relative to the largest element on
-/// the way: one rounding per op, each of `per_rounding` units.
+/// How far results of `step` may be from the results of its members, relative to the largest
+/// element involved: one rounding per op, each of `per_rounding` units.
 double tolerance_of(const Step& step, const Steps& members, const Plan& plan, Frame& values,
                     double per_rounding = kOfRoundings) {
   double tolerance = 0, arithmetic = 0;
@@ -79,7 +79,7 @@ bool contains(const Values& values, Value value) {
   return std::find(values.begin(), values.end(), value) != values.end();
 }
 
-/// Whether `tensor` is rows, or one number of each, that lie as those of `result` do.
+/// Whether `tensor` has the rows of `result`, or one number per row.
 bool has_rows_of(const at::Tensor& tensor, const at::Tensor& result) {
   const at::IntArrayRef sizes = result.sizes(), leading = sizes.slice(0, sizes.size() - 1);
   if (tensor.numel() == 0) return false;
@@ -140,7 +140,7 @@ StepCheck::StepCheck(const Plan& fused, int64_t& comparisons)
   frame_.reserve_side_values(fused.opaques, fused.shapes);
 }
 
-/// Takes a value over from the reference. Private values of joint fusions are here already.
+/// Copies a value from the reference. Private values of joint fusions exist here already.
 bool StepCheck::provide(Value value, Replay& reference) {
   if (!reference.has(value)) return false;
   switch (const Format format = frame_.type(value).format; format) {
@@ -173,13 +173,13 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
   is_same = false;
   const double tolerance = tolerance_of(step, members, reference.plan(), expected);
   if (format == Format::codes) {
-    // A scale in few bits, or a power of two, may be another one where the amax is: then only the
-    // numbers are told apart.
+    // A scale of few bits, or a power of two, may differ if the amax differs slightly. Then only
+    // dequantized values are compared.
     const at::Tensor &scale = frame_.tensor(value, 1), &wanted = expected.tensor(value, 1);
     const bool is_coarse = !scale.is_floating_point() || frame_.type(value).quantizer->power_of_two;
     if (auto found = is_coarse ? "" : difference(scale, wanted, tolerance, 0); !found.empty())
       return "dequant_scale: " + found;
-    // Codes of inputs that differ in their last bit are mostly the same.
+    // Codes of inputs that differ in the last bit are mostly equal.
     return difference_in_norm(decoded(frame_, value), decoded(expected, value),
                               unit_of(*frame_.type(value).quantizer));
   }
@@ -188,7 +188,7 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
   if (!found.empty() || !kernel_ops::is_narrow(frame_.type(value).dtype)) return found;
   const at::Tensor exact = in_float32(value, members, reference);
   if (!exact.defined()) return "";
-  // Where the members overflow on the way, nothing is known of the result.
+  // If members overflow on the way, the exact result is unknown.
   const at::Tensor is_known = at::isfinite(exact).logical_and(at::isfinite(expected.tensor(value)));
   const auto known = [&](const at::Tensor& tensor) {
     return at::where(is_known, tensor.to(at::kFloat), 0.0f);
@@ -198,10 +198,9 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
                     scale.clamp_min(smallest_normal_of(frame_.type(value).dtype)));
 }
 
-/// A result of the members, on the same operands, where float32 is the least that anything is
-/// rounded to: of a fused step whose results differ it tells a rounding, of up to one unit, from an
-/// error of the same size. Undefined where a member runs user code, writes what it reads or
-/// quantizes.
+/// Computes a result of the members on equal operands, with everything narrower widened to float32.
+/// If a fused step's results differ, this separates a rounding of up to one unit from an error of
+/// that size. Undefined if a member runs user code, mutates what it reads, or quantizes.
 at::Tensor StepCheck::in_float32(Value value, const Steps& members, Replay& reference) {
   const Plan& plan = reference.plan();
   std::vector<Type> types = plan.types;
@@ -233,11 +232,11 @@ at::Tensor StepCheck::in_float32(Value value, const Steps& members, Replay& refe
   return wide.tensor(value);
 }
 
-/// What the roundings of each element of a result are relative to. A row is rounded at its own size
-/// and at that of what lies between the members there. Where terms cancel, roundings are larger
-/// than the result: at most in proportion to what the row was made of, so that a row whose operands
-/// are a hundredth of the largest ones has a hundredth of the whole tensor's scale. That holds for
-/// rows that are made of rows; sums over rows, and what is quantized, have the whole tensor's.
+/// The magnitudes to which the roundings of a result are relative. A row is rounded at its own size
+/// and at the size of the members' intermediate values in that row. If terms cancel, roundings
+/// exceed the result, at most in proportion to the row's operands: a row whose operands are a
+/// hundredth of the largest ones has a hundredth of the whole tensor's scale. This holds if rows
+/// are computed from rows; sums over rows and quantized values have the whole tensor's scale.
 at::Tensor StepCheck::scale_of(const Step& step, Value value, const Steps& members,
                                Replay& reference) {
   const Plan& plan = reference.plan();

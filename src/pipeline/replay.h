@@ -1,5 +1,5 @@
-// Plans run step by step, every value kept: the unfused ones as the reference, the fused steps of
-// another one on its values.
+// Runs plans step by step and keeps every value: an unfused plan as the reference, and the fused
+// steps of another plan on the reference's values.
 #pragma once
 
 #include <map>
@@ -12,7 +12,7 @@
 
 namespace tandem {
 
-/// The values of an unfused run. A copy goes on from where the original is.
+/// The values of an unfused run. A copy continues where the original stands.
 class Replay {
  public:
   /// `inputs`, `params`: the arguments of the plan.
@@ -20,12 +20,11 @@ class Replay {
 
   const Plan& plan() const { return plan_; }
   Frame& frame() { return frame_; }
-  /// Runs steps; of one that runs user code, the state of `generator` before it is kept.
+  /// Runs steps. Before a step that runs user code, it notes the state of `generator`.
   void run(const Steps& steps, at::Generator& generator);
 
   bool has(Value value);
-  /// The generator's state when the step that covers `part` began; undefined where no user code
-  /// ran.
+  /// The generator's state when the step that covers `part` began; undefined if no user code ran.
   at::Tensor generator_state(const Part& part) const;
 
  private:
@@ -34,27 +33,27 @@ class Replay {
   std::map<Part, at::Tensor> generator_states_;
 };
 
-/// What a fused step does wrong.
+/// A wrong result of a fused step.
 struct WrongStep {
-  /// The fusion's name; empty where nothing is wrong.
+  /// The fusion's name; empty if nothing is wrong.
   std::string fusion;
   std::string text;
   Step step;
 };
 
-/// Compares a fused plan's steps with the unfused ones, and knows afterwards how far apart the
-/// values may be where both run as a whole.
+/// Compares the steps of a fused plan with the unfused ones, and derives how far values may be
+/// apart when both plans run as a whole.
 class StepCheck {
  public:
   StepCheck(const Plan& fused, int64_t& comparisons);
 
-  /// Runs those of `steps` that `unfused` has not, on the values of `reference`, which has run
-  /// `unfused`.
+  /// Runs the fused steps among `steps` on the values of `reference`, which has run `unfused`, and
+  /// compares what they write.
   WrongStep check(const Steps& steps, const Steps& unfused, Replay& reference,
                   at::Generator& generator);
 
-  /// Bound of a value's distance from the unfused one: relative, in norm where codes that may
-  /// differ lie before it; 0: the same bits.
+  /// A bound of a value's distance from the unfused value: relative, and in norm if it depends on
+  /// codes that may differ; 0: bitwise equal.
   struct Bound {
     double relative = 0;
     bool in_norm = false;

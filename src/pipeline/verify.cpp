@@ -26,14 +26,14 @@ namespace tandem {
 
 namespace {
 
-/// Roundings on the way to a value may grow: terms cancel, a norm divides by little. Fused steps
-/// themselves were compared before.
+/// The roundings before a value may grow: terms cancel, or a norm divides by a small number. Fused
+/// steps alone were compared before.
 constexpr double kGrowth = 8, kLargestBound = 0.5;
 
 using Tensors = std::vector<at::Tensor>;
 
-/// The generators that a run may draw from: torch's default one, which user code draws from, and
-/// that of the inputs' device. Leaves them as they were.
+/// The generators that a run may draw from: torch's default one, for user code, and the one of the
+/// inputs' device. Restores them at the end.
 class Generators {
  public:
   explicit Generators(c10::Device device) {
@@ -50,7 +50,7 @@ class Generators {
       generator.set_state(state);
     }
   }
-  /// That of the inputs' device.
+  /// The generator of the inputs' device.
   at::Generator& own() { return states_.back().first; }
 
  private:
@@ -62,8 +62,7 @@ class Generators {
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
-/// Fresh leaves with the values and flags of the originals, so that nothing of the caller is
-/// touched.
+/// New leaves with the values and flags of the originals, so that no tensor of the caller changes.
 Tensors leaves_of(at::TensorList tensors) {
   Tensors leaves;
   for (const at::Tensor& tensor : tensors)
@@ -71,16 +70,16 @@ Tensors leaves_of(at::TensorList tensors) {
   return leaves;
 }
 
-/// The same numbers in memory of a random layout: dimensions in any order with gaps of NaN between,
-/// before and behind them, and a stride that means nothing in a dimension of one element. Integers
-/// and codes stay where they are.
+/// A copy in memory of a random layout: dimensions in any order, with gaps of NaN between, before
+/// and after them, and a meaningless stride in a dimension of one element. Integers and codes are
+/// not copied.
 at::Tensor laid(const at::Tensor& tensor, std::mt19937_64& random) {
   const bool is_plain =
       tensor.layout() == at::kStrided && !tensor.key_set().has(c10::DispatchKey::Python);
   if (!is_plain || !tensor.is_floating_point() || tensor.numel() == 0) return tensor;
   std::vector<int64_t> dims(static_cast<size_t>(tensor.dim())), strides(dims.size());
   std::iota(dims.rbegin(), dims.rend(), 0);
-  // Half of them with rows that are contiguous, as views of a wider tensor are.
+  // Half of the layouts have contiguous rows, as views of a wider tensor do.
   if (!dims.empty())
     std::shuffle(dims.begin() + static_cast<int64_t>(random() % 2), dims.end(), random);
   const auto offset = static_cast<int64_t>(random() % 4);
@@ -104,7 +103,7 @@ Tensors laid(const Tensors& leaves, std::mt19937_64& random) {
   return others;
 }
 
-/// Some of `count` things, at least one where there are any.
+/// A random choice among `count` things, at least one if there are any.
 std::vector<bool> some_of(size_t count, std::mt19937_64& random) {
   std::vector<bool> chosen(count);
   for (size_t i = 0; i < count; ++i) chosen[i] = (random() & 1) != 0;
@@ -112,7 +111,8 @@ std::vector<bool> some_of(size_t count, std::mt19937_64& random) {
   return chosen;
 }
 
-/// Copies of the recipe's state, which nothing changes: the region's number is that of a recompute.
+/// Copies of the recipe's state. The region's number is that of a recompute, so nothing updates
+/// them.
 Tensors state_for(const StateOf& state_of) {
   const ActiveRecipe* recipe = active_recipe();
   if (recipe == nullptr || recipe->history_length == 0) return {};
@@ -122,9 +122,9 @@ Tensors state_for(const StateOf& state_of) {
 }
 
 struct Failure {
-  /// The wrong one, where it is known.
+  /// The fusion that is wrong, if known.
   std::string fusion;
-  /// Empty where nothing differs.
+  /// Empty if nothing differs.
   std::string text;
 };
 
@@ -165,9 +165,9 @@ class Verification {
                      not_compared();
   }
 
-  /// The ops whose results are larger than what flows into them.
+  /// The ops whose results are larger than their inputs.
   const std::vector<Part>& wider() const { return wider_; }
-  /// Whether each of these may be.
+  /// Whether each op in `wider` may have a result that is larger than its inputs.
   bool allows(const std::vector<Part>& wider) const {
     return std::ranges::none_of(unfused_.plan->forward, [&](const Step& step) {
       return !step.broadcasts_input && !step.covers.empty() &&
@@ -202,7 +202,7 @@ class Verification {
     return {std::move(program), std::move(plan)};
   }
 
-  /// Steps have their dtypes from the plan, as in a call.
+  /// Runs steps with the dtypes of the plan, as a call does.
   Replay replay(const Steps& steps, Replay from) {
     const NoAutocast no_autocast;
     generators_.restore();
@@ -210,7 +210,7 @@ class Verification {
     return from;
   }
 
-  /// Which gradients are given and asked for, and the given ones.
+  /// Chooses which gradients are given and requested, and computes the given ones.
   void choose(std::mt19937_64* random, Replay& forward) {
     const Plan& plan = *unfused_.plan;
     std::vector<size_t> outputs, leaves;
@@ -241,16 +241,16 @@ class Verification {
         reference.frame().tensor(plan.output_gradients[i]) = grads_[i];
   }
 
-  /// What has run forward, and then backward.
+  /// Runs backward after forward.
   Replay with_backward(Replay forward) {
     if (!unfused_.plan->needs_backward) return forward;
     set_gradients(forward);
     return replay(backward_plan(*unfused_.plan, mask_)->steps, forward);
   }
 
-  /// The fused steps where inputs and given gradients lie in memory of other layouts. Not the
-  /// whole: a step may write another layout than the ops that it replaces, in which torch's
-  /// operations give other bits.
+  /// Compares the fused steps with inputs and given gradients in memory of other layouts. The
+  /// pipeline as a whole is not compared: a fused step may write another layout than the replaced
+  /// ops, and torch's operations then give other bits.
   Failure compare_laid(std::mt19937_64& random) {
     const Tensors dense = grads_;
     for (at::Tensor& grad : grads_)
@@ -270,7 +270,7 @@ class Verification {
     const Plan &plan = *fused.plan, &unfused = *unfused_.plan;
     WrongStep wrong = steps.check(plan.forward, unfused.forward, forward, generators_.own());
     if (wrong.fusion.empty() && plan.needs_backward) {
-      Steps all = backward_plan(unfused, mask_)->steps;  // a budget may run steps of forward again
+      Steps all = backward_plan(unfused, mask_)->steps;  // a budget may recompute forward steps
       all.insert(all.end(), unfused.forward.begin(), unfused.forward.end());
       wrong = steps.check(backward_plan(plan, mask_)->steps, all, reference, generators_.own());
     }
@@ -281,7 +281,7 @@ class Verification {
                               mask_text() + ". Correct or remove it."};
   }
 
-  /// A call and its backward as a user makes them, then its fused steps, then the whole.
+  /// Compares a call and its backward as users run them: first its fused steps, then the whole.
   Failure compare(const Planned& fused, Replay& forward, Replay& reference) {
     const Plan& plan = *fused.plan;
     generators_.restore();
@@ -298,7 +298,7 @@ class Verification {
       ++report_.comparisons;
       const StepCheck::Bound bound = exists(value) ? steps.bound(value) : StepCheck::Bound();
       at::Tensor want = exists(value) ? expected.frame().tensor(value, part) : at::Tensor();
-      // That of an argument which was expanded: autograd sums it.
+      // Autograd sums the gradient of an argument that was expanded.
       if (is_gradient && want.defined() && got.defined() &&
           at::is_expandable_to(got.sizes(), want.sizes()))
         want = at::sum_to(want, got.sizes());
@@ -337,7 +337,7 @@ class Verification {
     return i < plan.inputs.size() ? plan.inputs[i] : plan.params[i - plan.inputs.size()];
   }
 
-  /// By input, then parameter; undefined where not asked for.
+  /// By input, then parameter; undefined if not requested.
   Tensors gradients_for(const Outputs& outputs) const {
     Tensors from, grads, asked, gradients(mask_.asked.size());
     for (size_t i = 0; i < outputs.size(); ++i)
@@ -357,7 +357,7 @@ class Verification {
     return gradients;
   }
 
-  /// What has become of each fusion in the fused plan and this mask's backward.
+  /// The decisions about fusions in the fused plan and this mask's backward.
   std::vector<Decision> decisions() const {
     std::vector<Decision> decisions = fused_.plan->decisions;
     if (fused_.plan->needs_backward) {
@@ -377,7 +377,7 @@ class Verification {
     }
   }
 
-  /// The fusions of users that no mask's plan has made at a place; empty where there are none.
+  /// The users' fusions that no mask's plan has made at a place; empty if there are none.
   std::string not_compared() const {
     std::string text;
     for (const auto& [at, reason] : of_users_)
@@ -414,7 +414,7 @@ class Verification {
     return text;
   }
 
-  /// " (gradients given: 0, 1; asked for: x)", empty without backward.
+  /// " (gradients given: 0, 1; asked for: x)"; empty without backward.
   std::string mask_text() const {
     const Plan& plan = *unfused_.plan;
     if (!plan.needs_backward) return "";
@@ -433,11 +433,11 @@ class Verification {
   const Tensors inputs_, params_, state_;
   const Planned fused_, unfused_;
   Generators generators_;
-  /// By output, undefined where none is given.
+  /// By output; undefined if none is given.
   Tensors grads_;
   BackwardMask mask_;
   std::vector<Part> wider_;
-  /// Why each fusion of a user was refused at a place; empty where a mask's plan has made it.
+  /// Why each fusion of a user was refused at a place; empty if a mask's plan has made it.
   std::map<std::pair<std::string, std::string>, std::string> of_users_;
 };
 
@@ -451,12 +451,12 @@ VerifyReport verify(const Pipeline& pipeline, at::TensorList inputs, at::TensorL
   if (!report.passed || inputs.empty() || inputs[0].requires_grad() ||
       !c10::GradMode::is_enabled() || !c10::isFloatingType(inputs[0].scalar_type()))
     return report;
-  Tensors with_gradient = inputs.vec();  // a call behind other modules asks for it too
+  Tensors with_gradient = inputs.vec();  // calls after other modules request it
   with_gradient[0] = inputs[0].detach().set_requires_grad(true);
   std::optional<Verification> behind_others;
   try {
     behind_others.emplace(pipeline, with_gradient, params, training, state_of, report);
-  } catch (const c10::ValueError& refusal) {  // as a budget that is too small for it
+  } catch (const c10::ValueError& refusal) {  // such as a budget that is too small
     report.text += std::string(" Without a gradient of x: a call that asks for it is refused: ") +
                    refusal.what_without_backtrace();
     return report;
