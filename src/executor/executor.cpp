@@ -21,8 +21,8 @@ bool is_written(Frame& frame, Value value) {
   return format == Format::opaque || format == Format::shape || frame.tensor(value).defined();
 }
 
-/// A write in place must change nothing but what it is to change. Of what is in the frame; what is
-/// not yet there is no old value.
+/// Checks that an in-place write changes nothing but its target. Only values in the frame are
+/// checked: a value that does not exist yet has no old contents.
 void check_overwrite(Frame& frame, const Plan& plan, const Overwritten& overwritten) {
   const Step& step = plan.forward[overwritten.step];
   const Value target = plan.inputs[overwritten.input];
@@ -64,7 +64,8 @@ void run(Frame& frame, const Step& step) {
   step.run(call);
 }
 
-/// What backward will read and is there before a step of user code: the step may not write it.
+/// The versions of what backward will read, noted before a step of user code: the step must not
+/// write it.
 class KeptVersions {
  public:
   KeptVersions(Frame& frame, const Plan& plan) : plan_(plan) {
@@ -116,15 +117,15 @@ void run_step(Frame& frame, const Step& step) {
 void run_forward(Frame& frame, const Plan& plan) {
   const NoAutocast no_autocast;
   std::optional<at::AutoDispatchBelowADInplaceOrView>
-      below;  // once, where no step needs to be above it
+      below;  // once, unless a step must run above it
   if (frame.path() != Path::composite && !plan.runs_user_code) below.emplace();
-  for (const Overwritten& overwritten : plan.overwritten)  // before anything has been done
+  for (const Overwritten& overwritten : plan.overwritten)  // before anything is computed
     check_overwrite(frame, plan, overwritten);
   size_t next_write = 0;
   for (size_t s = 0; s < plan.forward.size(); ++s) {
     const Step& step = plan.forward[s];
     for (; next_write < plan.overwritten.size() && plan.overwritten[next_write].step == s;
-         ++next_write)  // and with what is there by now
+         ++next_write)  // also against values computed meanwhile
       check_overwrite(frame, plan, plan.overwritten[next_write]);
     std::optional<KeptVersions> before;
     if (step.runs_user_code && plan.needs_backward && frame.path() != Path::composite)

@@ -1,5 +1,5 @@
-// Runs the steps of a plan: below autograd for our own, as a torch.autograd.Function's body for
-// those that run user code.
+// Runs the steps of a plan: the library's own below autograd, and steps that run user code as the
+// body of a torch.autograd.Function runs.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,17 +10,17 @@
 
 namespace tandem {
 
-/// Steps have their dtypes from the plan: while one of these lives, torch.autocast casts nothing.
-/// Forward and backward run under it.
+/// During its lifetime torch.autocast casts nothing: steps have their dtypes from the plan. Forward
+/// and backward run under it.
 struct NoAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-/// Counts the in-place writes of a tensor, as far as it counts them: 0 for an inference tensor.
+/// The number of in-place writes of a tensor; 0 for an inference tensor, which does not count them.
 int64_t version_of(const at::Tensor& tensor);
 
-/// Runs one step, after which its demanded values are there and its dead ones are not. Throws
-/// c10::Error where a value was not written.
+/// Runs one step. Afterwards its demanded values exist and its dead values do not. Throws
+/// c10::Error if the step did not write a value.
 void run_step(Frame& frame, const Step& step);
 
 /// Runs all steps of a forward program, without autocast.

@@ -40,13 +40,13 @@ void add_dims(Terms& terms, const at::Tensor& tensor, bool negated) {
 
 int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0 ? 1 : 0); }
 
-/// Whether one number of each term, from the `next` on, can add up to `sum`. Terms come by falling
-/// stride, so that what is left can correct little and few counts come into question; where it goes
-/// on for too long, the answer is yes.
+/// Whether one multiple of each term, beginning with `next`, can be chosen so that their sum is
+/// `sum`. Terms are sorted by descending stride, so that later terms can correct little and few
+/// counts have to be tried. If the search takes too long, the answer is yes.
 bool adds_up(const Terms& terms, size_t next, int64_t sum, int& budget) {
   if (next == terms.size()) return sum == 0;
   if (--budget < 0) return true;
-  int64_t least = 0, most = 0;  // of what the others add up to
+  int64_t least = 0, most = 0;  // bounds of the sum of the other terms
   for (size_t t = next + 1; t < terms.size(); ++t) {
     least += terms[t].stride * terms[t].least;
     most += terms[t].stride * terms[t].most;

@@ -1,15 +1,15 @@
-// Which tensors share elements, by the addresses of these.
+// Which tensors share elements, by the addresses of the elements.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace tandem {
 
-/// Whether an element of one tensor lies in the memory of one of the other. Strided tensors with
-/// memory only. Parts of one tensor that lie between each other, as its columns do, do not overlap.
+/// Whether an element of one tensor occupies memory of an element of the other. For strided tensors
+/// with memory only. Interleaved parts of one tensor, such as its columns, do not overlap.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
-/// Whether two tensors are the same elements at the same places.
+/// Whether two tensors have the same elements at equal positions.
 bool same_elements(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace tandem
