@@ -18,7 +18,7 @@ namespace py = pybind11;
 
 namespace {
 
-/// How many regions Python has entered and not left: where there are none, no call looks for one.
+/// How many regions Python has entered and not left. If there are none, calls do not look for one.
 std::atomic<int64_t> open_regions{0};
 
 PyObject* variable() {
@@ -34,8 +34,8 @@ void set_context_region(RegionPtr region) {
   Py_DECREF(token);
 }
 
-/// The innermost region of the Python context. Where it has none, a region that C++ code has
-/// entered around Python counts, never one of another context.
+/// The innermost region of the Python context. If the context has none, a region that C++ code has
+/// entered around Python counts, but never one of another context.
 RegionPtr context_region() {
   PyObject* value = nullptr;
   if (PyContextVar_Get(variable(), nullptr, &value) != 0) throw py::error_already_set();
@@ -75,7 +75,7 @@ void enter_budget(std::optional<double> bytes_per_row, py::object owner) {
   put_in_force(make_budget_region(bytes_per_row, context_region(), hold(std::move(owner))));
 }
 
-/// The region around the caller, for `enter_recompute`; None where there is none.
+/// The region around the caller, for `enter_recompute`; None if there is none.
 py::object region_now() {
   RegionPtr region = context_region();
   if (!region) return py::none();
@@ -117,8 +117,8 @@ void leave(const py::object& owner, const char* what) {
               "blocks, and yield from none in a generator whose caller enters regions.");
 }
 
-/// `tandem._C.in_force.recipe`: an attribute of a type in C, which Dynamo reads, guards and sets as
-/// it is: guards ask for what the calling thread and context have.
+/// `tandem._C.in_force.recipe`: an attribute of a C type, which Dynamo can read, guard and set.
+/// Guards read the recipe of the calling thread and context.
 PyObject* get_recipe(PyObject*, void*) {
   try {
     const ActiveRecipePtr recipe = context_recipe();
@@ -130,8 +130,8 @@ PyObject* get_recipe(PyObject*, void*) {
   }
 }
 
-/// What a compiled function does at its end with the recipe that it leaves in force: it must be the
-/// one from before.
+/// Called by a compiled function at its end with the recipe that it leaves in force, which must be
+/// the one from before.
 int set_recipe(PyObject* self, PyObject* value, void*) {
   const auto before = py::reinterpret_steal<py::object>(get_recipe(self, nullptr));
   if (!before) return -1;

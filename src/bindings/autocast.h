@@ -1,4 +1,4 @@
-// Autocast regions of Python: each async context has its own chain, in a context variable.
+// Python's autocast regions. Each async context has its own chain, in a context variable.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -7,8 +7,8 @@
 
 namespace tandem::bindings {
 
-/// Puts the region of the Python context in force in this thread for the length of a call. The GIL
-/// is held where one is made and ended.
+/// Puts the region of the Python context in force in this thread during a call. The caller must
+/// hold the GIL for construction and destruction.
 class ContextRegion {
  public:
   ContextRegion();

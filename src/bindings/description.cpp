@@ -17,7 +17,7 @@ namespace tandem::bindings {
 
 namespace {
 
-/// A channel, or None.
+/// The name of a channel, or None.
 using Channel = std::optional<std::string>;
 
 OpEntry op_entry(std::string op, std::string label, std::string options, std::vector<size_t> params,

@@ -1,4 +1,4 @@
-// tandem._C: what the Python front calls. No arithmetic, no planning.
+// tandem._C: the functions that the Python front calls. No arithmetic, no planning.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -41,16 +41,16 @@ namespace {
 
 using Params = c10::SmallVector<at::Tensor, 16>;
 
-/// Borrowed; null where there is none.
+/// The item as a borrowed reference; nullptr if there is none.
 PyObject* find_in(const py::handle& dict, PyObject* name) {
   PyObject* const item = PyDict_GetItemWithError(dict.ptr(), name);
   if (item == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
   return item;
 }
 
-/// Where a parameter is: under `name` in its module's `_parameters`, or, where a wrapper such as
-/// FSDP has put a plain tensor in its place, among the module's attributes, which come first, as in
-/// Python.
+/// Finds a parameter: under `name` in its module's `_parameters`, or among the module's attributes,
+/// if a wrapper such as FSDP has put a tensor that is no parameter there. Attributes come first, as
+/// in Python.
 struct __attribute__((visibility("hidden"))) Slot {
   py::dict parameters, attributes;
   py::str name;
@@ -68,15 +68,15 @@ struct __attribute__((visibility("hidden"))) Slot {
   }
 };
 
-/// A module that keeps state of recipes: its `__dict__`, and how many slots it has in forward and
+/// A module that keeps state of recipes: its `__dict__`, and its numbers of slots in forward and
 /// backward.
 using StateOwner = std::tuple<py::dict, int64_t, int64_t>;
 
-/// A module of a pipeline: its `__dict__`, and whether a plain container would call it, so that its
-/// hooks would run.
+/// A module of a pipeline: its `__dict__`, and whether a torch.nn.Sequential would call it, so that
+/// its hooks would run.
 using Member = std::pair<py::dict, bool>;
 
-/// The items of a collection in `tandem.ops.hooks`, which says where modules have hooks.
+/// The items of a collection in `tandem.ops.hooks`, which lists where modules have hooks.
 std::vector<PyObject*>& hook_list(const char* name) {
   auto* items = new std::vector<PyObject*>;
   for (const py::handle item : py::module_::import("tandem.ops.hooks").attr(name))
@@ -84,7 +84,7 @@ std::vector<PyObject*>& hook_list(const char* name) {
   return *items;
 }
 
-/// Whether `__torch_function__` of a tensor's type wants to be asked about what is done with it.
+/// Whether the type of a tensor has a `__torch_function__` that must be called.
 bool has_torch_function(PyObject* object) {
   using at::impl::PythonTorchFunctionTLS;
   PyTypeObject* const type = Py_TYPE(object);
@@ -99,9 +99,9 @@ bool has_torch_function(PyObject* object) {
   return !function.is_none() && function.ptr() != kDisabled;
 }
 
-/// Whether a `__torch_function__` mode wants to be asked. A default device
-/// (`torch.set_default_device`, `with torch.device(...)`) does not: it speaks to functions that
-/// make tensors of nothing.
+/// Whether there is a `__torch_function__` mode that must be called. A default device
+/// (`torch.set_default_device`, `with torch.device(...)`) is none: it affects only functions that
+/// create tensors from nothing.
 bool asks_a_mode() {
   using at::impl::PythonTorchFunctionTLS;
   if (!at::impl::torch_function_mode_enabled()) return false;
@@ -114,8 +114,8 @@ bool asks_a_mode() {
   return false;
 }
 
-/// A pipeline whose parameters are read from their modules' dictionaries at every call: what
-/// replaced a parameter takes effect at once, and no module is referenced from the graph.
+/// A pipeline that reads its parameters from the modules' dictionaries at every call: a replaced
+/// parameter takes effect at once, and the graph references no module.
 class __attribute__((visibility("hidden"))) EagerPipeline {
  public:
   EagerPipeline(std::string ops, const std::vector<std::tuple<py::dict, py::dict, py::str>>& slots,
@@ -134,9 +134,10 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
       slots_.push_back({parameters, attributes, name});
   }
 
-  /// The outputs, or None where an inner module has hooks or parametrizations, where
-  /// `__torch_function__` of a tensor or a mode wants to be asked, or an argument is no tensor but,
-  /// perhaps, a proxy of torch.fx: the caller then calls that module itself, or torch's dispatcher.
+  /// The outputs; or None if an inner module has hooks or parametrizations, if the
+  /// `__torch_function__` of a tensor or mode must be called, or if an argument is no tensor but,
+  /// for example, a proxy of torch.fx. The caller then calls that module or torch's dispatcher
+  /// itself.
   py::object call(const py::handle& x, bool training) const {
     const auto params = is_tensor(x) ? unwatched_params() : std::nullopt;
     if (!params) return py::none();
@@ -154,9 +155,9 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return run(inputs, *params, training);
   }
 
-  /// The same with `arguments`: of forwards that are written in Python, by op; and with tensors of
-  /// the caller that steps write. None also where the call must go through the dispatcher, whose
-  /// ops know no arguments but those in a description.
+  /// call() with `arguments` for the forwards written in Python, by op, and with tensors of the
+  /// caller that steps write. Returns None also if the call must be dispatched, because the
+  /// dispatcher's op knows no arguments but those in the description.
   py::object call_with_arguments(const py::handle& x, const py::list& extra, bool training,
                                  const py::dict& arguments,
                                  const std::vector<at::Tensor>& written) const {
@@ -175,7 +176,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return run(inputs, *params, training, arguments.ptr(), written);
   }
 
-  /// Before the dispatcher op; what is no tensor is a proxy of torch.fx, which records.
+  /// To be called before the dispatcher op. An argument that is no tensor is a proxy of torch.fx,
+  /// which only records.
   void check_no_writes(const py::handle& x, const py::list& extra) const {
     std::vector<at::Tensor> inputs;
     if (!THPVariable_Check(x.ptr())) return;
@@ -225,8 +227,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 
   Pipeline& pipeline() const { return *pipeline_; }
 
-  /// For the collector of cycles: an op keeps the pipeline in which it runs alone, and a pipeline
-  /// the dictionary of its op.
+  /// For the garbage collector, because there are cycles: an op holds the pipeline that runs it
+  /// alone, and a pipeline holds the dictionary of its op.
   int traverse(visitproc visit, void* arg) const {
     for (const Slot& slot : slots_) {
       Py_VISIT(slot.parameters.ptr());
@@ -239,7 +241,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   }
 
   void drop_modules() {
-    std::exchange(slots_, {});  // moved away first: what is destroyed may look here
+    std::exchange(slots_, {});  // moved away first: destructors may look here
     std::exchange(modules_, {});
     std::exchange(state_owners_, {});
     std::exchange(buffer_makers_, {});
@@ -265,8 +267,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return result;
   }
 
-  /// What the modules keep for a recipe whose history has so many rows, made where it is not there
-  /// yet.
+  /// The state that the modules keep for a recipe with a history of so many rows, created if it
+  /// does not exist.
   std::vector<at::Tensor> state(int64_t history_length) const {
     const py::gil_scoped_acquire gil;
     static PyObject* const kTensors =
@@ -279,8 +281,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return tensors;
   }
 
-  /// The main_grad of each parameter that has one for its gradient, and what the makers make, as
-  /// these will be when backward writes them; then the tensors that come with the call.
+  /// The main_grad of each parameter that accumulates its gradient there, then what the makers
+  /// return, both read when backward writes them; then the tensors that are passed with the call.
   Buffers buffers_of(const std::vector<at::Tensor>& written) const {
     const size_t params = buffer_params_.size(), made = params + buffer_makers_.size();
     if (made + written.size() == 0) return {};
@@ -303,7 +305,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return THPVariable_Check(object.ptr()) && !has_torch_function(object.ptr());
   }
 
-  /// None where an inner module must be called as such, or a mode or a parameter's type be asked.
+  /// None if an inner module must be called as such, or if a mode or a parameter's type must be
+  /// called.
   std::optional<Params> unwatched_params() const {
     if (any_hooks() || asks_a_mode()) return std::nullopt;
     std::optional<Params> params(std::in_place);
@@ -318,13 +321,13 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   std::unique_ptr<Pipeline> pipeline_;
   std::vector<Slot> slots_;
   std::vector<Member> modules_;
-  /// Else the ops are parts of one module, whose hooks have run.
+  /// False: the ops are parts of one module, whose hooks have run.
   bool is_container_;
-  /// By buffer: the slot of the parameter whose main_grad it is.
+  /// By buffer: the slot of the parameter that owns the main_grad.
   std::vector<size_t> buffer_params_;
-  /// Of the buffers behind these: what returns one.
+  /// Functions that return the buffers after these.
   std::vector<py::object> buffer_makers_;
-  /// As the ops' "state" numbers them.
+  /// In the order of the ops' "state".
   std::vector<StateOwner> state_owners_;
 };
 
@@ -348,7 +351,7 @@ std::optional<QuantizedArgument> read_quantized(const at::Tensor& param) {
   return quantized;
 }
 
-/// A tandem.QuantizedTensor of these.
+/// A tandem.QuantizedTensor of these codes.
 at::Tensor write_quantized(const TensorInCodes& codes) {
   const py::gil_scoped_acquire gil;
   py::list parts;
@@ -393,7 +396,7 @@ ExplainFormat format_of(const std::string& name) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  cpu_targets();  // a wrong TANDEM_MAX_CPU_ISA is refused here, not in a thread of a kernel
+  cpu_targets();  // rejects a wrong TANDEM_MAX_CPU_ISA here, not in a kernel's thread
   py::class_<VerifyReport>(module, "VerifyReport")
       .def_readonly("passed", &VerifyReport::passed)
       .def_readonly("comparisons", &VerifyReport::comparisons)

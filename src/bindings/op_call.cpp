@@ -212,7 +212,7 @@ void bind_op_call(py::module_& module) {
   module.def(
       "forbid_memory",
       [](const at::Tensor& x, const std::string& text) {
-        // The function releases nothing, whatever its name says.
+        // The function releases nothing, despite its name.
         x.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
             text);
       },

@@ -1,4 +1,4 @@
-// Ops of the library by their parts, for ops and fusions that are written in Python.
+// Parts of the library's ops, for ops and fusions that are written in Python.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -24,8 +24,8 @@ namespace py = pybind11;
 
 namespace {
 
-/// `tandem._runtime`: calls user code in the style it is written in. Set once, when the package is
-/// imported.
+/// `tandem._runtime`, which calls user code in the style in which it is written. Set once, when the
+/// package is imported.
 py::object& runtime() {
   static auto& runtime = *new py::object();
   return runtime;
@@ -36,32 +36,34 @@ py::object held(const std::shared_ptr<void>& fields) {
                 : py::none();
 }
 
-/// Of a Python op: what its class declares, which nobody writes by hand.
+/// A limit for the operands that the class of a Python op declares.
 constexpr size_t kMostOperands = 4096;
 
-/// What a Python op or fusion is known by, and how many operands of each sort each covered op has.
+/// The key of a Python op or fusion, and how many operands of each sort its ops have.
 struct PythonOptions {
   struct Counts {
     size_t extra_inputs = 0, params = 0, extra_outputs = 0, context = 0;
-    /// The last of `params`: backward neither reads them nor returns gradients.
+    /// How many of the last `params` backward neither reads nor returns gradients for.
     size_t buffers = 0;
-    /// Sizes of x that backward is given besides the context.
+    /// How many sizes of x backward gets besides the context.
     size_t shapes = 0;
-    /// Written in Python: its context is one value, that only it knows.
+    /// Whether the op is written in Python: its context is one value that only the op understands.
     bool is_opaque = false;
-    /// Of such an op: the dtypes of y and of the extra outputs that it declares, or Undefined.
+    /// For an op that is written in Python: the declared dtypes of y and the extra outputs, or
+    /// Undefined.
     std::vector<at::ScalarType> declared = {};
   };
   std::string key;
   std::vector<Counts> ops;
-  /// Of a fusion of one direction: each covered op has a context of its own.
+  /// Whether each covered op has a context of its own: true for a fusion of one direction.
   bool has_contexts = false;
-  /// Of a fusion: what the runtime knows it by; null of an op, which it finds by its key.
+  /// For a fusion: the object by which the runtime finds it. Null for an op, which it finds by its
+  /// key.
   std::shared_ptr<void> fused;
-  /// The same: whose texts the steps refer to.
+  /// For a fusion: the owner of the texts that steps refer to.
   std::shared_ptr<const void> fusion;
 
-  /// What messages call it: the key without the part that only caches understand.
+  /// The name in messages: the key without the part that only caches need.
   std::string label() const { return key.substr(0, key.find('#')); }
   py::object target() const { return fused ? held(fused) : py::str(key); }
 };
@@ -78,9 +80,9 @@ at::Tensor to_tensor(const py::handle& object, const std::string& label, const c
   return THPVariable_Unpack(object.ptr());
 }
 
-/// A result without a history of its own, which user code may have recorded, or which a parameter
-/// has that nobody declared: the history of results is the pipeline's, but in composite form, which
-/// is differentiated as it is. An argument is what it was.
+/// A result without the history that user code has recorded, or that comes from an undeclared
+/// parameter: the pipeline gives results their history. In composite form, which is differentiated
+/// itself, the history stays. An argument is returned unchanged.
 at::Tensor without_history(const Call& call, at::Tensor tensor) {
   if (!tensor.defined() || !tensor.requires_grad() || call.path() == Path::composite) return tensor;
   const size_t reads = call.step().reads.size();
@@ -90,8 +92,8 @@ at::Tensor without_history(const Call& call, at::Tensor tensor) {
   return tensor.detach();
 }
 
-/// A result of a step as user code sees it, which asks `requires_grad` whether to compute its
-/// gradient: arguments have that flag, results in a frame have none.
+/// A read of a step as user code gets it. User code may check `requires_grad` to decide whether to
+/// compute a gradient; arguments have that flag, results in a frame do not.
 at::Tensor telling(const Call& call, size_t read) {
   const at::Tensor& tensor = call.in(read);
   if (call.path() == Path::composite || !call.type(read).requires_grad || !tensor.defined() ||
@@ -100,13 +102,14 @@ at::Tensor telling(const Call& call, size_t read) {
   return tensor.detach().set_requires_grad(true);
 }
 
-/// runtime.in_codes(parts, quantizer, whether they are of columns, dtype, sizes) -> QuantizedTensor
+/// Calls runtime.in_codes(parts, quantizer, whether they are column codes, whether one value serves
+/// both directions, dtype, sizes) -> QuantizedTensor.
 py::object in_codes(Call& call, size_t read) {
   const Type& type = call.type(read);
   py::list parts;
   for (size_t part = 0; part < tensors_per_value(type); ++part)
     parts.append(to_python(call.in(read, part)));
-  // Codes that do not tell the sizes of their numbers have them noted.
+  // If codes do not determine the sizes of their tensor, the frame has a note of them.
   const c10::SymDimVector* noted = call.frame().noted_sizes(call.step().reads[read]);
   const c10::SymIntArrayRef sizes = noted != nullptr ? *noted : call.in(read).sym_sizes();
   return runtime().attr("in_codes")(
@@ -115,7 +118,7 @@ py::object in_codes(Call& call, size_t read) {
       py::tuple(py::cast(std::vector<c10::SymInt>(sizes.begin(), sizes.end()))));
 }
 
-/// `tells`: as `telling` gives results.
+/// `tells`: whether results pass through `telling`.
 py::list list_of(Call& call, size_t& next, size_t count, bool tells = false) {
   py::list list;
   for (size_t i = 0; i < count; ++i, ++next)
@@ -135,8 +138,8 @@ py::tuple checked(const py::handle& object, size_t count, const std::string& lab
   return items;
 }
 
-/// Hands results to the writes [next, next + n); values that a Python op returns are new unless
-/// they are its arguments. `declared`: what the op says of the dtype of each.
+/// Stores results in the writes [next, next + n). Values that a Python op returns are new unless
+/// they are its arguments. `declared`: the dtype that the op declares for each.
 void write_all(Call& call, size_t& next, const py::tuple& results, const std::string& label,
                const char* what, std::span<const at::ScalarType> declared = {}) {
   const size_t first = next;
@@ -165,8 +168,8 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
   }
 }
 
-/// What the caller gives to each op that a step covers, None where that is nothing: the front's
-/// dict by op of the pipeline.
+/// The caller's arguments for each op that a step covers, None if there are none: the front's dict
+/// by op of the pipeline.
 py::list given_to(const Call& call, const Frame& frame, size_t count) {
   uint32_t first = call.step().covers.empty() ? 0 : call.step().covers.front().op;
   for (const Part& part : call.step().covers) first = std::min(first, part.op);
@@ -181,8 +184,8 @@ py::list given_to(const Call& call, const Frame& frame, size_t count) {
   return by_op;
 }
 
-/// runtime.forward(key or fused op, x, extra inputs per op, params per op, save, arguments per op)
-/// -> Forward
+/// Calls runtime.forward(key or fused op, x, extra inputs per op, params per op, save, arguments
+/// per op) -> Forward.
 void python_forward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
@@ -233,15 +236,15 @@ void python_forward(Call& call) {
       write_opaque(write++, saved[op], fields[op]);
       continue;
     }
-    if (options.ops[op].context == 0) continue;  // in evaluation it is another op, or none
+    if (options.ops[op].context == 0) continue;  // in evaluation it is another op, or absent
     write_all(call, write,
               checked(saved[op], options.ops[op].context, label, "saved tensors of a covered op"),
               label, "a saved tensor");
   }
 }
 
-/// Which of the gradients that a backward writes are asked for: that of x, those of the parameters
-/// of each op, and those of its extra inputs.
+/// Which gradients a backward must return: of x, of the parameters of each op, and of its extra
+/// inputs.
 py::tuple asked_of(const Call& call, const PythonOptions& options) {
   size_t write = 0;
   const auto list = [&](size_t count) {
@@ -256,8 +259,8 @@ py::tuple asked_of(const Call& call, const PythonOptions& options) {
   return py::make_tuple(x, params, extra_inputs);
 }
 
-/// runtime.backward(key or fused op, saved, fields, grad_y, grads of extra outputs per op, params
-/// per op, which gradients are asked for, sizes of x per op) -> Gradients
+/// Calls runtime.backward(key or fused op, saved, fields, grad_y, grads of extra outputs per op,
+/// params per op, which gradients are requested, sizes of x per op) -> Gradients.
 void python_backward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
@@ -304,7 +307,7 @@ void python_backward(Call& call) {
   const py::object results =
       runtime().attr("backward")(options.target(), saved, fields, grad_y, grad_extras, params,
                                  asked_of(call, options), shapes);
-  // None means zero, where somebody knows the sizes.
+  // None means zero, if the sizes are known.
   const auto put = [&](size_t write, const py::handle& result, auto&& like) {
     if (!call.wants(write)) return;
     at::Tensor gradient = to_tensor(result, label, "a gradient");
@@ -313,7 +316,7 @@ void python_backward(Call& call) {
                       call.out_type(write).name,
                       ", which requires grad, got None, and a fusion of backward alone knows no "
                       "sizes. Return zeros from fuser_backward.");
-    // As autograd does with what a torch.autograd.Function returns.
+    // autograd does this with the results of a torch.autograd.Function.
     call.out(write, without_history(call, gradient.to(call.out_type(write).dtype)));
   };
   const auto zeros = [&](const char* which, auto... place) {
@@ -344,7 +347,7 @@ Options parse_python(const OpDef& def, const nlohmann::json& options);
 
 bool is_shape(const ResultDef& result) { return result.kind == ResultDef::shape; }
 
-/// `options`: those of the op, which tell how long its lists are.
+/// `options`: of the op; they determine the lengths of its lists.
 PythonOptions::Counts counts_of(const OpDef& def, const void* options) {
   PythonOptions::Counts counts;
   counts.extra_inputs = extra_input_count(def, options);
@@ -361,7 +364,7 @@ PythonOptions::Counts counts_of(const OpDef& def, const void* options) {
   return counts;
 }
 
-/// How many operands the op has is the definition's to say.
+/// The definition determines how many operands the op has.
 Options parse_python(const OpDef& def, const nlohmann::json& options) {
   auto parsed = std::make_shared<PythonOptions>();
   Fields fields(options, "op options");
@@ -371,7 +374,7 @@ Options parse_python(const OpDef& def, const nlohmann::json& options) {
   return parsed;
 }
 
-/// A definition, or a fusion, and the texts that it refers to.
+/// A definition or a fusion, together with the texts that it refers to.
 template <typename T>
 struct WithTexts {
   T made;
@@ -379,8 +382,8 @@ struct WithTexts {
   std::string_view text(std::string text) { return texts.emplace_back(std::move(text)); }
 };
 
-/// Behind the numbers of operands: dtypes of y and of extra outputs that the op declares, as
-/// ">int64,-,float32", Undefined for '-' and for those that are missing.
+/// The dtypes that an op declares for y and its extra outputs, after the numbers of operands, as
+/// ">int64,-,float32". Undefined for '-' and for missing ones.
 std::vector<at::ScalarType> dtypes_in(std::string_view text) {
   std::vector<at::ScalarType> dtypes;
   while (!text.empty()) {
@@ -400,9 +403,9 @@ std::vector<at::ScalarType> dtypes_in(std::string_view text) {
   return dtypes;
 }
 
-/// The last part of the name of a Python op, behind the last ':' : its numbers of extra inputs,
-/// parameters, extra outputs and buffers, as "0x1x0x0", and behind a '>' dtypes. Nothing where a
-/// name does not end like that.
+/// The part of a Python op's name after the last ':': its numbers of extra inputs, parameters,
+/// extra outputs and buffers, as "0x1x0x0", and dtypes after a '>'. nullopt if a name does not end
+/// like that.
 std::optional<std::array<size_t, 4>> counts_in(std::string_view name) {
   std::array<size_t, 4> counts{};
   std::string_view rest = name.substr(name.rfind(':') + 1);
@@ -418,8 +421,8 @@ std::optional<std::array<size_t, 4>> counts_in(std::string_view name) {
   return counts;
 }
 
-/// The definition of a class of Python ops with so many operands: all that is to be known of it is
-/// in its name, "python:module:class:0x1x0x0".
+/// The definition of a class of Python ops with so many operands. The name
+/// "python:module:class:0x1x0x0" determines all of it.
 std::shared_ptr<const OpKind> python_kind(std::string_view name) {
   if (!name.starts_with("python:")) return nullptr;
   const auto counts = counts_in(name);
@@ -480,14 +483,14 @@ std::shared_ptr<const OpKind> python_kind(std::string_view name) {
   return {owner, &*owner->kind};
 }
 
-/// The fusion of a group of ops [first, last] that a Python function returned, its operands named
-/// by op.
+/// The fusion of a group of ops [first, last] that a Python function returned. Its operands are
+/// named by op.
 std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
                                            const Description& description, size_t first,
                                            size_t last,
                                            const std::shared_ptr<PythonOptions>& options) {
   struct Owner : WithTexts<Fusion> {
-    /// Whose texts the operands are.
+    /// The owners of the operands' texts.
     std::vector<std::shared_ptr<const OpKind>> kinds;
   };
   const auto owner = std::make_shared<Owner>();
@@ -548,7 +551,8 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
   return {owner, &fusion};
 }
 
-/// An op one of whose parameters is several tensors shows these to Python, and the plan one.
+/// Refuses if a parameter of an op is several tensors: Python sees these, but the plan has one
+/// value.
 Refusal refuse_parts(const Description& description, size_t first, size_t last) {
   for (size_t op = first; op <= last && op < description.ops.size(); ++op)
     for (const uint32_t parts : description.ops[op].joins)
@@ -558,8 +562,8 @@ Refusal refuse_parts(const Description& description, size_t first, size_t last) 
   return std::nullopt;
 }
 
-/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON, those of
-/// both directions) -> what its functions return, each `Fused`.
+/// Calls Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON, joint
+/// groups) -> the results of the users' functions, each `Fused`.
 std::vector<OpGroup> groups_from_python(Pass pass, const Description& description,
                                         const std::vector<OpGroup>& joint) {
   const py::gil_scoped_acquire gil;

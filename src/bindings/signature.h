@@ -1,14 +1,15 @@
-// Definitions of ops as Python sees them.
+// Definitions of ops for Python.
 #pragma once
 
 #include <string>
 
 namespace tandem::bindings {
 
-/// What is to be known of the op of this name from outside, as JSON: see
-/// python/tandem/ops/signature.py. Throws c10::ValueError.
+/// The public properties of the op with this name, as JSON (python/tandem/ops/signature.py). Throws
+/// c10::ValueError for an unknown name.
 std::string signature_of(const std::string& name);
-/// The fields of a recipe, as the options above. Throws c10::ValueError.
+/// The fields of a recipe, in the form of an op's options. Throws c10::ValueError for an unknown
+/// name.
 std::string recipe_signature_of(const std::string& name);
 
 }  // namespace tandem::bindings
