@@ -1,5 +1,5 @@
-// Forward of activations and gated linear units. One exponential and one division per element of
-// most, one pass over memory.
+// Forward of activations and gated units in one pass over memory. Most take one exponential and one
+// division per element.
 #include "kernels/activation.h"
 
 #include "kernels/cpu/targets.h"
@@ -7,7 +7,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/activation.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/activation_math-inl.h"
 #include "kernels/cpu/element-inl.h"
@@ -17,7 +17,7 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// One run of columns: the activated half at index 0, the other half of a gated unit at index 1.
+/// One run of columns: the gate at index 0, the second half of a gated unit at index 1.
 template <class Act, bool kGated, bool kBiased, typename E>
 struct ForwardRun {
   using Stored = typename E::Stored;
@@ -25,12 +25,12 @@ struct ForwardRun {
   const Act& act;
   const Stored* x[2] = {};
   const float* bias[2] = {};
-  /// null where z is not wanted.
+  /// nullptr if z is not wanted.
   Stored* z[2] = {};
   Stored* y = nullptr;
-  /// Elements of x from one row to the next.
+  /// The distance of two rows of x, in elements.
   size_t next_row = 0;
-  /// The row's factor, null where there is none.
+  /// The row's factor; nullptr if there is none.
   const float* factor = nullptr;
 
   template <size_t N, typename Part>
@@ -45,7 +45,7 @@ struct ForwardRun {
   template <size_t N, typename Part>
   HWY_INLINE Pack<N> make_z(size_t i, Part part, int half) const {
     Pack<N> v = load_pack<N>(E{}, x[half] + i, part);
-    // The halves of a row are short streams, which hardware prefetches late.
+    // The halves of a row are short streams, which the hardware prefetches late.
     if constexpr (kGated && N > 1) prefetch_pack<N>(E{}, x[half] + i + next_row);
     if constexpr (kBiased) v = round_pack(E{}, v + load_pack<N>(Float32{}, bias[half] + i, part));
     if (z[half]) store_pack(E{}, v, z[half] + i, part);
@@ -53,7 +53,7 @@ struct ForwardRun {
   }
 };
 
-/// What all rows share. `bias` and `factors` are float32 or null.
+/// What all rows share. `bias` and `factors` are float32 or nullptr.
 struct Forward {
   const Function& function;
   ConstRows x;
@@ -67,7 +67,7 @@ struct Forward {
   }
 };
 
-/// Columns [first, first + piece) of row r; all of x, z and y hold the element.
+/// Columns [first, first + piece) of row r; x, z and y all have the element E.
 template <bool kGated, bool kBiased, class Act, typename E>
 void forward_uniform(const Act& act, E element, const Forward& f, size_t r, size_t first,
                      size_t piece) {
@@ -87,7 +87,7 @@ void forward_uniform(const Act& act, E element, const Forward& f, size_t r, size
                        });
 }
 
-/// Any mix of elements, through float32 buffers.
+/// Columns of row r for any mix of elements, through float32 buffers.
 template <bool kGated, class Act>
 void forward_mixed(const Act& act, const Forward& f, size_t r, size_t first, size_t piece) {
   const auto run_chunk = [&](size_t c, size_t count, const size_t* columns) HWY_ATTR {
@@ -113,7 +113,7 @@ void forward_mixed(const Act& act, const Forward& f, size_t r, size_t first, siz
   });
 }
 
-/// Columns [first, first + piece) of row r, by what with_activation gives.
+/// Columns [first, first + piece) of row r, with the arguments of with_activation's body.
 template <bool kGated, class Act, typename E>
 void forward_piece(const void* act_, const Forward& f, size_t r, size_t first, size_t piece) {
   const Act& act = *static_cast<const Act*>(act_);
@@ -134,14 +134,14 @@ void forward(const Function& function, ConstRows x, ConstVector bias, ConstVecto
     if (z) flatten(z);
     flatten(y);
   }
-  // There is a bias or there are factors, not both.
+  // There is a bias or there are factors, but not both.
   const ConstVector vector = bias ? bias : factors;
   const bool widens = vector && vector.element != Element::float32;
   const float* wide =
       as_float32(vector, widens ? scratch(ScratchUse::parameters, vector.size) : nullptr);
   const Forward all{function, x, bias ? wide : nullptr, factors ? wide : nullptr, z_element, z, y};
 
-  // Compiled once for all activations.
+  // This loop is compiled once for all activations.
   const auto run = [&](Piece piece, const void* act) HWY_ATTR __attribute__((noinline)) {
     for_each_piece(y.rows, y.cols, [&](size_t r, size_t first, size_t count) HWY_ATTR {
       piece(act, all, r, first, count);

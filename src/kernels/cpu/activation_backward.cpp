@@ -1,12 +1,12 @@
-// Backward of activations and gated linear units: the gradient, its column sums, the gradient of a
-// factor per row and the forward result again, in one pass.
+// Backward of activations and gated units in one pass: the gradient, its column sums, the gradient
+// of a factor per row, and the re-emitted result of forward.
 #include "kernels/activation.h"
 #include "kernels/cpu/targets.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/activation_backward.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/activation_math-inl.h"
 #include "kernels/cpu/element-inl.h"
@@ -16,7 +16,7 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// One run of columns: the activated half at index 0, the other half of a gated unit at index 1.
+/// One run of columns: the gate at index 0, the second half of a gated unit at index 1.
 template <class Act, bool kGated, typename E>
 struct BackwardRun {
   using Stored = typename E::Stored;
@@ -25,11 +25,11 @@ struct BackwardRun {
   const Stored* grad_y = nullptr;
   const Stored* z[2] = {};
   Stored* grad_z[2] = {};
-  /// null where the sums are not wanted.
+  /// nullptr if the sums are not wanted.
   float* sums[2] = {};
-  /// null where y is not wanted.
+  /// nullptr if y is not wanted.
   Stored* y = nullptr;
-  /// Elements of z from one row to the next.
+  /// The distance of two rows of z, in elements.
   size_t next_row = 0;
 
   template <size_t N, typename Part>
@@ -37,7 +37,7 @@ struct BackwardRun {
     const Pack<N> grad = load_pack<N>(E{}, grad_y + i, part);
     const Pack<N> a = load_pack<N>(E{}, z[0] + i, part);
     if constexpr (kGated) {
-      // The halves of a row are short streams, which hardware prefetches late.
+      // The halves of a row are short streams, which the hardware prefetches late.
       if constexpr (N > 1) {
         for (const Stored* half : z) prefetch_pack<N>(E{}, half + i + next_row);
       }
@@ -69,14 +69,14 @@ struct Backward {
   ConstRows grad_y, z;
   Rows grad_z, y;
 
-  /// Whether all of grad_y, z, grad_z and y hold the element of z.
+  /// Whether grad_y, z, grad_z and y all have the element of z.
   bool is_uniform() const {
     const Element element = z.element;
     return grad_y.element == element && grad_z.element == element && (!y || y.element == element);
   }
 };
 
-/// Columns [first, first + piece) of row r; all hold the element.
+/// Columns [first, first + piece) of row r; all operands have the element E.
 template <bool kGated, class Act, typename E>
 void backward_uniform(const Act& act, E element, const Backward& b, size_t r, size_t first,
                       size_t piece, float* sums) {
@@ -96,7 +96,7 @@ void backward_uniform(const Act& act, E element, const Backward& b, size_t r, si
                        });
 }
 
-/// The factor of a row and what its gradient sums up, a vector of lanes; null where not wanted.
+/// The factor of a row, and lanes to which its gradient is added; nullptr if it is not wanted.
 struct RowFactor {
   float factor;
   float* dots;
@@ -122,8 +122,8 @@ HWY_NOINLINE inline void add_dots(const float* a, const float* b, size_t count, 
   hn::Store(sum, d, dots);
 }
 
-/// Any mix of elements, and rows with a factor, through float32 buffers. A factor is applied around
-/// BackwardRun: inside, it would hold registers that units without one need.
+/// Any mix of elements, and rows with a factor, through float32 buffers. The factor is applied
+/// outside of BackwardRun: inside, it would take registers that units without a factor need.
 template <bool kGated, class Act>
 void backward_buffered(const Act& act, const Backward& b, size_t r, size_t first, size_t piece,
                        float* sums, const RowFactor* scaled) {
@@ -164,7 +164,8 @@ void backward_buffered(const Act& act, const Backward& b, size_t r, size_t first
   });
 }
 
-/// Columns [first, first + piece) of row r, by what with_activation gives. Optional: sums, scaled.
+/// Columns [first, first + piece) of row r, with the arguments of with_activation's body. `sums`
+/// and `scaled` are optional.
 template <bool kGated, class Act, typename E>
 void backward_piece(const void* act_, const Backward& b, size_t r, size_t first, size_t piece,
                     float* sums, const RowFactor* scaled) {
@@ -177,7 +178,7 @@ void backward_piece(const void* act_, const Backward& b, size_t r, size_t first,
 using Piece = void (*)(const void*, const Backward&, size_t, size_t, size_t, float*,
                        const RowFactor*);
 
-/// Calls `body(piece, act)`. A body that is no template is compiled once for all activations.
+/// Calls `body(piece, act)`. If `body` is no template, it is compiled once for all activations.
 template <bool kGated, typename Body>
 void with_piece(const Backward& b, const Body& body) {
   with_activation<kGated>(b.function, b.z.element, [&](const auto& act, auto precision) HWY_ATTR {
@@ -187,7 +188,7 @@ void with_piece(const Backward& b, const Body& body) {
   });
 }
 
-/// `sum_over(body)`, where sums are wanted, calls body(row, sums) for every row.
+/// If sums are wanted, `sum_over(body)` calls body(row, sums) for every row.
 template <bool kGated, typename SumOver>
 void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z, Rows y,
               bool sums_up, const SumOver& sum_over) {

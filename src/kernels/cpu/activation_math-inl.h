@@ -1,4 +1,4 @@
-// The activations, alone and with their gradient, most from one exponential and one division.
+// The activations, alone and with their gradient. Most take one exponential and one division.
 // Included once per Highway target.
 
 #if defined(TANDEM_KERNELS_CPU_ACTIVATION_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -26,13 +26,14 @@ struct ValueAndGrad {
   Pack<N> value, grad;
 };
 
-/// How exact an activation is: as float32 can be, or 2^-16 of the result, below the last bit of any
-/// 16-bit element.
+/// How exact an activation is: `full` is as exact as float32 allows; `brief` has a relative error
+/// of 2^-16, below the last bit of any 16-bit element.
 enum class Precision { full, brief };
 
-/// The formula of each activation: value(x) and value_and_grad(x, grad), which gives the same
-/// value, to the bit, and grad * act'(x). A unit with numbers is made of them; its value is what
-/// the other factor is multiplied by, other(b), with other_grad(b, grad) = grad * other'(b).
+/// The formula of each activation: value(x), and value_and_grad(x, grad) with the bitwise equal
+/// value and grad * act'(x). The formula of a unit with numbers is constructed from them; its value
+/// is the gate's factor, and other(b) the second factor, with other_grad(b, grad) = grad *
+/// other'(b).
 template <Activation kActivation, Precision kPrecision>
 struct Formula;
 
@@ -41,14 +42,14 @@ template <size_t N>
 HWY_INLINE Pack<N> sigmoid_of(const Pack<N>& e) {
   return Pack<N>(1.0f) / (Pack<N>(1.0f) + e);
 }
-/// 1 - s for s = sigmoid_of(e), without cancellation; the bound makes it 0, not NaN, where e is
+/// 1 - s for s = sigmoid_of(e), without cancellation. The bound gives 0 instead of NaN if e is
 /// infinite and s is 0.
 template <size_t N>
 HWY_INLINE Pack<N> complement_of(const Pack<N>& e, const Pack<N>& s) {
   return at_most(FLT_MAX, e) * s;
 }
 
-/// `kept` where x is above 0 or NaN, else 0.
+/// `kept` where x is above 0 or NaN; 0 elsewhere.
 template <size_t N>
 HWY_INLINE Pack<N> zero_where_off(const Pack<N>& x, const Pack<N>& kept) {
   const auto zero = hn::Zero(hn::ScalableTag<float>());
@@ -57,7 +58,7 @@ HWY_INLINE Pack<N> zero_where_off(const Pack<N>& x, const Pack<N>& kept) {
               x, kept);
 }
 
-/// `kept` where x is at least the bound; 0 where it is below, or NaN.
+/// `kept` where x is at least the bound; 0 where it is below or NaN.
 template <size_t N>
 HWY_INLINE Pack<N> zero_below(float bound, const Pack<N>& x, const Pack<N>& kept) {
   const auto limit = hn::Set(hn::ScalableTag<float>(), bound);
@@ -66,24 +67,24 @@ HWY_INLINE Pack<N> zero_below(float bound, const Pack<N>& x, const Pack<N>& kept
               x, kept);
 }
 
-/// x * sigmoid(v(x)). A gate gives `bounded`, x between the bounds where exp(-v) is taken, exp(-v)
-/// itself and the derivative of v.
+/// x * sigmoid(v(x)). A gate provides `bounded`, x clamped to the range in which exp(-v) is
+/// computed, exp(-v) itself, and the derivative of v.
 template <class Gate>
 struct Gated {
   template <size_t N>
   HWY_INLINE Pack<N> value(const Pack<N>& x) const {
-    // Below the bounds the sigmoid is 0: a finite x gives -0 and -infinity NaN, as torch's formulas
-    // do.
+    // Below the range the sigmoid is 0: a finite x gives -0 and -infinity gives NaN, as torch's
+    // formulas do.
     return x * sigmoid_of(gate.exp_negated(gate.bounded(x)));
   }
 
-  /// value(x), the same bits, and grad * derivative at x.
+  /// The value, bitwise equal to value(x), and grad * derivative at x.
   template <size_t N>
   HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) const {
     const Pack<N> bounded = gate.bounded(x);
     const Pack<N> e = gate.exp_negated(bounded);
     const Pack<N> s = sigmoid_of(e);
-    // x * 0 is what torch's formulas come to at infinity, NaN; it changes nothing at a finite x.
+    // x * 0 changes nothing for a finite x and is NaN at infinity, as torch's formulas are.
     const Pack<N> slope = mul_add(x, Pack<N>(0.0f), s);
     return {x * s,
             grad * mul_add(gate.inner_slope(bounded * s, bounded), complement_of(e, s), slope)};
@@ -127,8 +128,8 @@ struct GeluGate {
     else
       return exp_negated_gelu_short(x);
   }
-  /// factor * dv/dx, dv/dx = kGeluLinear + 3 kGeluCubic x^2, written so that a product is used
-  /// again that exp(-v) needs.
+  /// factor * dv/dx with dv/dx = kGeluLinear + 3 kGeluCubic x^2, written so that it shares a
+  /// product with exp(-v).
   template <size_t N>
   static HWY_INLINE Pack<N> inner_slope(const Pack<N>& factor, const Pack<N>& x) {
     using P = Pack<N>;
@@ -141,11 +142,11 @@ struct GeluGate {
 template <Precision kPrecision>
 struct Formula<Activation::gelu, kPrecision> : Gated<GeluGate<kPrecision>> {};
 
-/// A number of a unit as kernels take it.
+/// A number of a unit, clamped for the kernels.
 inline double held(double number) { return std::clamp(number, -0x1p100, 0x1p100); }
 
-/// v = rate * x. The rate is held in two parts, as the relative error of exp(-v) is the absolute
-/// one of v.
+/// v = rate * x. The rate is held in two parts, because an absolute error of v is a relative error
+/// of exp(-v).
 template <Precision kPrecision>
 class LinearGate {
  public:
@@ -197,14 +198,14 @@ struct Formula<Activation::sigmoid, kPrecision> {
   static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
     const Pack<N> e = Gate::exp_negated(Gate::bounded(x)), s = value_of(x, e);
     const auto most = hn::Set(hn::ScalableTag<float>(), FLT_MAX);
-    const Pack<N> slope = each(  // at infinity it is 0, not just small
+    const Pack<N> slope = each(  // exactly 0 at infinity
         [&](auto v, auto k) TANDEM_INLINE_LAMBDA { return hn::IfThenZeroElse(hn::Gt(v, most), k); },
         x, s * complement_of(e, s));
     return {s, grad * slope};
   }
 
  private:
-  /// The exponential of NaN is a number.
+  /// Handles NaN, whose exponential is computed as a number.
   template <size_t N>
   static HWY_INLINE Pack<N> value_of(const Pack<N>& x, const Pack<N>& e) {
     return each([](auto v, auto s)
@@ -239,8 +240,8 @@ struct Formula<Activation::srelu, kPrecision> {
   }
 };
 
-/// x Phi(x) = max(x, 0) - |x| Phi(-|x|), Phi the normal distribution. For a t >= 0 Phi(-t) is
-/// exp(-t^2 / 2), which falls below float32 at kLast, times a function that bends little.
+/// x Phi(x) = max(x, 0) - |x| Phi(-|x|) with the normal distribution Phi. For t >= 0, Phi(-t) is
+/// exp(-t^2 / 2), which falls below float32's range at kLast, times a smooth function.
 template <Precision kPrecision>
 struct Formula<Activation::erf_gelu, kPrecision> {
   template <size_t N>
@@ -252,7 +253,7 @@ struct Formula<Activation::erf_gelu, kPrecision> {
   static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
     const Pack<N> one(1.0f), t = bounded_magnitude(x), e = times_power(t, x, one);
     const Pack<N> tail = times_tail(t, e), phi = zero_where_off(x, one - (tail + tail)) + tail;
-    // x * 0 is what torch's formulas come to at infinity, NaN.
+    // x * 0 is NaN at infinity, as torch's formulas are.
     const Pack<N> slope = mul_add(below_last(x) * e, Pack<N>(0.398942280f), phi);
     return {value(x), grad * mul_add(x, Pack<N>(0.0f), slope)};
   }
@@ -268,7 +269,7 @@ struct Formula<Activation::erf_gelu, kPrecision> {
   static HWY_INLINE Pack<N> bounded_magnitude(const Pack<N>& x) {
     return at_most(kLast, magnitude_of(x));
   }
-  /// factor exp(-t^2 / 2), and factor * 0 where x is below -kLast.
+  /// factor * exp(-t^2 / 2), and factor * 0 where x is below -kLast.
   template <size_t N>
   static HWY_INLINE Pack<N> times_power(const Pack<N>& t, const Pack<N>& x, const Pack<N>& factor) {
     if constexpr (kPrecision == Precision::brief)  // 16-bit numbers have exact squares
@@ -279,14 +280,14 @@ struct Formula<Activation::erf_gelu, kPrecision> {
     const Pack<N> scaled = factor * zero_below(-kLast, x, power);
     return mul_add(scaled, exp_below_one(remainder_of(v, shifted) + lost), scaled);
   }
-  /// factor Phi(-t) exp(t^2 / 2)
+  /// factor * Phi(-t) * exp(t^2 / 2)
   template <size_t N>
   static HWY_INLINE Pack<N> times_tail(const Pack<N>& t, const Pack<N>& factor) {
     using P = Pack<N>;
     if constexpr (kPrecision == Precision::brief)  // relative error 3.5e-7
       return factor * polynomial(t, 0.49999983f, 0.36051386f, 0.11869615f, 0.01685003f) /
              polynomial(t, 1.0f, 1.5188948f, 0.9494346f, 0.29731131f, 0.04224224f);
-    // The divisor 2 + t (...) is nearly linear: a polynomial in s, relative error 4.9e-9.
+    // The divisor 2 + t (...) is nearly linear: a polynomial in s with a relative error of 4.9e-9.
     const P s = P(1.0f) / mul_add(t, P(0.3125f), P(1.0f));
     const P slope =
         polynomial(s, 2.50679183f, -0.629214406f, -0.333227366f, -0.432945669f, 1.24048877f,
@@ -306,12 +307,12 @@ struct Formula<Activation::mish, kPrecision> {
   template <size_t N>
   static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
     // With e = exp(-x) and t the tanh: t + x (1 - t^2) / (1 + e) = t + x t^2 (e / h)^2 (1 + e). The
-    // bound keeps infinity times 0 away.
+    // bound avoids infinity times 0.
     const Pack<N> e = Gate::exp_negated(Gate::bounded(x)), divisor = inverse_tanh(e);
     const Pack<N> t = Pack<N>(1.0f) / divisor, y = x / divisor, finite = at_most(FLT_MAX, e);
     const Pack<N> share = finite / (Pack<N>(0.5f) + e);
     const Pack<N> bend = share * (share * t * (Pack<N>(1.0f) + finite));
-    // x * 0 is what torch's formulas come to at infinity, NaN.
+    // x * 0 is NaN at infinity, as torch's formulas are.
     return {y, grad * mul_add(y, bend, mul_add(x, Pack<N>(0.0f), t))};
   }
 
@@ -382,7 +383,7 @@ struct Formula<Activation::leaky_relu, kPrecision> {
   }
 
  private:
-  /// `kept` where x is above 0, else a hundredth of it.
+  /// `kept` where x is above 0; a hundredth of it elsewhere.
   template <size_t N>
   static HWY_INLINE Pack<N> leaked(const Pack<N>& x, const Pack<N>& kept) {
     const auto zero = hn::Zero(hn::ScalableTag<float>());
@@ -463,7 +464,7 @@ struct Formula<Activation::clamped_swiglu, kPrecision> {
   }
 
  private:
-  /// `kept` where x is at most the limit: not at NaN, as torch.clamp's gradient.
+  /// `kept` where x is at most the limit; 0 elsewhere and at NaN, as torch.clamp's gradient.
   template <size_t N>
   HWY_INLINE Pack<N> zero_where_above(const Pack<N>& x, const Pack<N>& kept) const {
     const auto limit = hn::Set(hn::ScalableTag<float>(), limit_);
@@ -477,7 +478,7 @@ struct Formula<Activation::clamped_swiglu, kPrecision> {
   float offset_;
 };
 
-/// Whether the other factor of a gated unit is not b itself.
+/// Whether a gated unit's second factor is a function of b instead of b itself.
 template <class Act>
 concept BendsOther = requires(const Act& act, const Pack<1>& b) {
   act.other(b);
@@ -514,9 +515,9 @@ HWY_INLINE void with_unit(const Function& function, Body&& body, std::index_sequ
        ...));
 }
 
-/// Calls `body` with the function's Formula of the precision that z deserves, and with that
-/// precision (a constant). The choice depends on z's element alone, so that forward and backward
-/// agree. A lambda needs HWY_ATTR before its body.
+/// Calls `body` with the function's Formula in the precision that z's element needs, and with that
+/// precision as a constant. The choice depends on z's element alone, so forward and backward agree.
+/// A lambda needs HWY_ATTR before its body.
 template <bool kGated, typename Body>
 HWY_INLINE void with_activation(const Function& function, Element z_element, Body&& body) {
   const bool is_full = z_element == Element::float32;
@@ -532,8 +533,9 @@ HWY_INLINE void with_activation(const Function& function, Element z_element, Bod
   }
 }
 
-/// Calls `body(c, count, columns)` for runs of the columns [first, first + count) of y; `columns`
-/// are where a and b (of no gated unit: z) begin in a row of z, and lie next to each other as far.
+/// Calls `body(c, count, columns)` for runs of the columns [first, first + count) of y. `columns`
+/// are the first columns of a and b (z, if not gated) in a row of z; both are contiguous for the
+/// run.
 template <bool kGated, typename Body>
 HWY_INLINE void for_each_run(const Function& function, size_t y_cols, size_t first, size_t count,
                              const Body& body) {

@@ -9,7 +9,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/bfloat16.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -23,7 +23,7 @@ bool narrow_piece(const float* x, size_t count, uint16_t* out) {
   const auto* bits = reinterpret_cast<const uint32_t*>(x);
   const auto low_half = hn::Set(d, 0xFFFFu), magnitude = hn::Set(d, 0x7FFFFFFFu),
              exponent = hn::Set(d, 0x7F800000u);
-  // Bits that bfloat16 has not, and, as all ones, whether an element is denormal.
+  // Bits that bfloat16 lacks, and bits of denormal elements.
   auto lost = hn::Zero(d), denormal = hn::Zero(d);
   const auto look = [&](auto v) HWY_ATTR {
     lost = hn::Or(lost, hn::And(v, low_half));

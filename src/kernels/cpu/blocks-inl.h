@@ -1,9 +1,9 @@
-// Tiles of a matrix to FP8 codes with a scale per block of a row, of a column, or of a square:
-// what formats of blocks have in common. Included once per Highway target; bitwise equal on all of
+// Converts tiles of a matrix to FP8 codes with a scale per block of a row, of a column, or of a
+// square, for all formats of blocks. Included once per Highway target; bitwise equal on all of
 // them.
 //
-// A tile is as high as a block by some whole blocks of columns. It is read twice: from memory for
-// the amaxes of its blocks in both directions, then from the second-level cache for the codes.
+// A tile is one block high and some whole blocks wide. It is read twice: from memory for the amaxes
+// of its blocks in both directions, then from the second-level cache for the codes.
 
 #if defined(TANDEM_KERNELS_CPU_BLOCKS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_BLOCKS_INL_H_
@@ -20,7 +20,7 @@
 #include "kernels/cpu/source_rows.h"
 #include "kernels/parallel.h"
 
-// Whether a block is a whole number of vectors of more than one lane.
+// Whether a block is a whole number of vectors that have more than one lane.
 #undef TANDEM_HAS_ELEMENT_PAIRS
 #if HWY_TARGET != HWY_SCALAR && HWY_MAX_BYTES <= 64
 #define TANDEM_HAS_ELEMENT_PAIRS 1
@@ -39,7 +39,7 @@ constexpr uint32_t infinity_bits() {
                                             : 0x7C00u;
 }
 
-/// The value of every amax in `bits`, as in TileWork::block_amax.
+/// The values of the amaxes in `bits`, which are as in TileWork::block_amax.
 template <typename E, class D>
 HWY_INLINE hn::Vec<D> values_of_bits(E, D d, hn::Vec<hn::RebindToUnsigned<D>> bits) {
   if constexpr (E::kElement == Element::float32) return hn::BitCast(d, bits);
@@ -49,13 +49,13 @@ HWY_INLINE hn::Vec<D> values_of_bits(E, D d, hn::Vec<hn::RebindToUnsigned<D>> bi
 
 #if TANDEM_HAS_ELEMENT_PAIRS
 
-/// Columns of a tile: 64 KiB of 16-bit elements, which the second-level cache keeps.
+/// Columns of a tile: 64 KiB of 16-bit elements, which fit in the second-level cache.
 template <size_t kBlock>
 inline constexpr size_t kTileCols = 32768 / kBlock;
 template <size_t kBlock>
 inline constexpr size_t kTileBlocks = kTileCols<kBlock> / kBlock;
 
-/// Where a tile lies.
+/// The position and size of a tile.
 template <size_t kBlock>
 struct Tile {
   Tile(ConstRows x, size_t first_row, size_t first_col)
@@ -64,32 +64,31 @@ struct Tile {
         rows(std::min(kBlock, x.rows - first_row)),
         cols(std::min(kTileCols<kBlock>, x.cols - first_col)) {}
   size_t blocks() const { return (cols + kBlock - 1) / kBlock; }
-  /// Columns of whole blocks.
+  /// The number of columns in whole blocks.
   size_t whole() const { return cols / kBlock * kBlock; }
 
   size_t row, col, rows, cols;
 };
 
-/// What a tile's scales are made from, and they: the working memory of a thread.
+/// A tile's amaxes, factors and codes: the working memory of a thread.
 template <typename E, size_t kBlock>
 struct TileWork {
   using Signed = std::conditional_t<E::kElement == Element::float32, int32_t, int16_t>;
   // Amaxes, as bits of the element without a sign.
   HWY_ALIGN uint32_t block_amax[kBlock][kTileBlocks<kBlock>] = {};
   HWY_ALIGN Signed column_amax[kTileCols<kBlock>] = {};
-  // What numbers are multiplied by: of each row's blocks, and of the columns in the order of
-  // ElementPair.
+  // The factors of the numbers: per block of each row, and per column in the order of ElementPair.
   HWY_ALIGN float block_factor[kBlock][kTileBlocks<kBlock>] = {};
   HWY_ALIGN float column_factor[kTileCols<kBlock>] = {};
-  // Of powers of two, for bfloat16: limits_of, those of columns in the order of memory.
+  // For bfloat16 and powers of two: limits_of the factors, for columns in the order of memory.
   HWY_ALIGN uint16_t block_limit[kBlock][kTileBlocks<kBlock>] = {};
   HWY_ALIGN uint16_t column_limit[kTileCols<kBlock>] = {};
-  // The part of a row behind the last whole block, zeros behind it.
+  // The part of a row after its last whole block, followed by zeros.
   HWY_ALIGN typename E::Stored rest[kBlock] = {};
   HWY_ALIGN uint8_t codes[2 * kTileCols<kBlock>] = {};
 };
 
-/// The greatest lane; lanes are not negative.
+/// The largest lane. Lanes must not be negative.
 template <class D>
 HWY_INLINE uint32_t greatest_lane(D, hn::Vec<D> v) {
   const hn::Repartition<int32_t, D> d32;
@@ -102,7 +101,7 @@ HWY_INLINE uint32_t greatest_lane(D, hn::Vec<D> v) {
   }
 }
 
-/// The greatest lane at each place modulo 4.
+/// The largest lane among those with equal index modulo 4.
 template <class D>
 HWY_INLINE void store_greatest_by_four(D d, hn::Vec<D> v, hn::TFromD<D>* HWY_RESTRICT to) {
   if constexpr (hn::MaxLanes(D()) == 4) {
@@ -113,7 +112,7 @@ HWY_INLINE void store_greatest_by_four(D d, hn::Vec<D> v, hn::TFromD<D>* HWY_RES
   }
 }
 
-/// to[k] = the greatest lane of v[k], with a third of the steps of four single searches.
+/// to[k] = the largest lane of v[k], in a third of the steps of four single searches.
 template <class D>
 HWY_INLINE void greatest_lanes_of_four(D d, const hn::Vec<D>* v, hn::TFromD<D>* HWY_RESTRICT to) {
   const hn::Repartition<std::conditional_t<sizeof(*to) == 4, int64_t, int32_t>, D> wide;
@@ -128,9 +127,9 @@ HWY_INLINE void greatest_lanes_of_four(D d, const hn::Vec<D>* v, hn::TFromD<D>* 
                          to);
 }
 
-/// The amaxes of `blocks` whole blocks in each of kRows rows that lie `distance` apart;
-/// block_amax[k] is where those of the k-th go, and column_amax grows by them. Several rows at a
-/// time are several streams: one alone waits for memory at each page.
+/// Finds the amaxes of `blocks` whole blocks in each of kRows rows that lie `distance` apart.
+/// Stores those of row k in block_amax[k] and updates column_amax. Several rows at a time are
+/// several streams: a single stream waits for memory at each page.
 template <bool kSkipNan, size_t kBlock, size_t kRows, typename E>
 HWY_NOINLINE void look_at_rows(E, const typename E::Stored* HWY_RESTRICT x, size_t distance,
                                size_t blocks, uint32_t* const* block_amax,
@@ -172,7 +171,7 @@ HWY_NOINLINE void look_at_rows(E, const typename E::Stored* HWY_RESTRICT x, size
   }
 }
 
-/// All amaxes of a tile.
+/// Finds all amaxes of a tile.
 template <bool kSkipNan, typename E, size_t kBlock>
 HWY_INLINE void look_at_tile(E element, ConstRows x, const Tile<kBlock>& tile,
                              TileWork<E, kBlock>& work) {
@@ -203,8 +202,8 @@ HWY_INLINE void look_at_tile(E element, ConstRows x, const Tile<kBlock>& tile,
   }
 }
 
-/// Whether every element is finite; adds the tile's amaxes to `extremes`, and takes NaN out of
-/// them.
+/// Returns whether every element is finite. If there is a NaN, recomputes the tile's amaxes without
+/// it. Adds the tile's amax to `extremes`.
 template <typename E, size_t kBlock>
 HWY_INLINE bool take_extremes(E element, ConstRows x, const Tile<kBlock>& tile,
                               TileWork<E, kBlock>& work, Extremes& extremes) {
@@ -251,8 +250,8 @@ HWY_INLINE void quantize_any_pair(E element, const ElementPair& x,
   store_bytes(select_bits(nans, hn::Set(d16, uint16_t{0x7F}), signed_codes), codes);
 }
 
-/// What some columns of a row are multiplied by, and where their codes go: by row, one factor per
-/// block; by column, one per column, in the order of ElementPair.
+/// The factors of some columns of a row, and where their codes go. By row there is one factor per
+/// block; by column one per column, in the order of ElementPair.
 struct RowFactors {
   const float* by_row;
   const float* by_column;
@@ -262,12 +261,13 @@ struct RowCodes {
   uint8_t* by_column;
 };
 
-/// Whether the codes of elements times powers of two are made in integers, two for one of float32.
+/// Whether elements times powers of two are converted in integers, two elements per lane of
+/// float32.
 template <typename E>
 inline constexpr bool kInWords = E::kElement == Element::bfloat16;
 
-/// The largest magnitude, but 0, whose product with a power of two is no normal number of the
-/// format; both as bits of bfloat16.
+/// The largest magnitude, except 0, whose product with a power of two is not a normal number of the
+/// format; argument and result are bits of bfloat16.
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<D> limits_of(D d16, hn::Vec<D> factor) {
   constexpr auto kLargest = static_cast<uint16_t>((254 - traits_of(kFormat).bias) << 7);
@@ -277,7 +277,7 @@ HWY_INLINE hn::Vec<D> limits_of(D d16, hn::Vec<D> factor) {
   return hn::IfThenElse(hn::RebindMask(d16, is_larger), hn::Set(d16, uint16_t{0x7FFF}), limit);
 }
 
-/// limits_of factors of blocks.
+/// Stores limits_of the factors of blocks.
 template <Fp8Format kFormat, class D>
 HWY_INLINE void store_block_limits(D /*d*/, hn::Vec<D> factor, uint16_t* HWY_RESTRICT to) {
   const hn::Rebind<uint16_t, D> d16;
@@ -285,7 +285,7 @@ HWY_INLINE void store_block_limits(D /*d*/, hn::Vec<D> factor, uint16_t* HWY_RES
   hn::Store(limits_of<kFormat>(d16, hn::TruncateTo(d16, hn::ShiftRight<16>(bits))), d16, to);
 }
 
-/// limits_of factors of columns, which are given in the order of ElementPair of bfloat16.
+/// Stores limits_of the factors of columns, which are in the order of ElementPair of bfloat16.
 template <Fp8Format kFormat, class D>
 HWY_INLINE void store_column_limits(D /*d*/, hn::Vec<D> first, hn::Vec<D> second,
                                     uint16_t* HWY_RESTRICT to) {
@@ -296,10 +296,10 @@ HWY_INLINE void store_column_limits(D /*d*/, hn::Vec<D> first, hn::Vec<D> second
 }
 
 /// Codes of a vector of bfloat16 times powers of two: one factor by row, one for each column.
-/// Returns whether they are right: not where a product is a subnormal number of the format.
+/// Returns whether they are right: they are not if a product is a subnormal number of the format.
 ///
-/// Such a factor moves the exponent alone. So what a magnitude rounds to is one integer whatever
-/// the factor, and each takes its exponent off it.
+/// A power of two changes only the exponent. So the rounded magnitude is one integer for all
+/// factors, and each factor's exponent is subtracted from it.
 template <Fp8Format kFormat, bool kByRow, bool kByColumn>
 HWY_INLINE bool quantize_words(const uint16_t* HWY_RESTRICT x,
                                const uint16_t* HWY_RESTRICT row_limit,
@@ -310,9 +310,9 @@ HWY_INLINE bool quantize_words(const uint16_t* HWY_RESTRICT x,
   const auto words = hn::LoadU(d, x);
   const auto magnitude = hn::And(words, hn::Set(d, uint16_t{0x7FFF}));
   const auto odd = hn::And(hn::ShiftRight<kDropped>(magnitude), hn::Set(d, uint16_t{1}));
-  // A limit is 0x7F above what is to be taken off; of a magnitude of 0 nothing is left.
+  // A limit is 0x7F above the number to subtract; a magnitude of 0 saturates at 0.
   const auto rounded = hn::Add(hn::Add(magnitude, hn::Set(d, uint16_t{0x7F + kBelowHalf})), odd);
-  const auto below = hn::Sub(magnitude, hn::Set(d, uint16_t{1}));  // the largest where it is 0
+  const auto below = hn::Sub(magnitude, hn::Set(d, uint16_t{1}));  // becomes the largest if it is 0
   const auto signs = hn::ShiftRight<8>(words);
   const auto convert = [&](auto limit, uint8_t* to) TANDEM_INLINE_LAMBDA {
     const auto code = hn::ShiftRight<kDropped>(hn::SaturatedSub(rounded, limit));
@@ -325,11 +325,12 @@ HWY_INLINE bool quantize_words(const uint16_t* HWY_RESTRICT x,
   return are_right;
 }
 
-/// How a row is converted: whether any x may be NaN or infinite; or else, where none is and x times
-/// its factor is below the format's overflow_from, whether all factors are powers of two.
+/// How a row is converted. `any`: x may be NaN or infinite. Otherwise no x is, and x times its
+/// factor is below the format's overflow_from; the two cases are whether all factors are powers of
+/// two.
 enum class Conversion : uint8_t { any, finite, by_powers_of_two };
 
-/// Codes of whole blocks of a row, in one direction or both.
+/// Codes of whole blocks of a row, in one direction or in both.
 template <Fp8Format kFormat, size_t kBlock, bool kByRow, bool kByColumn, Conversion kConversion,
           typename E>
 HWY_NOINLINE void quantize_blocks(E element, const typename E::Stored* HWY_RESTRICT x,
@@ -366,7 +367,8 @@ HWY_NOINLINE void quantize_blocks(E element, const typename E::Stored* HWY_RESTR
   }
 }
 
-/// The codes of row `r` of a tile, which begins at `x`, to where those of its first column go.
+/// Writes the codes of row `r` of a tile, whose first element is at `x`. `codes`: the addresses for
+/// the row's first column.
 template <Fp8Format kFormat, bool kByRow, bool kByColumn, typename E, size_t kBlock>
 HWY_INLINE void quantize_tile_row(E element, const typename E::Stored* HWY_RESTRICT x,
                                   const Tile<kBlock>& tile, size_t r, Conversion conversion,
@@ -391,7 +393,7 @@ HWY_INLINE void quantize_tile_row(E element, const typename E::Stored* HWY_RESTR
   if constexpr (kByColumn) std::memcpy(codes.by_column + whole, by_column, rest);
 }
 
-/// The amaxes of square blocks, in place of those of the first row's blocks.
+/// Replaces the amaxes of the first row's blocks by those of square blocks.
 template <typename E, size_t kBlock>
 HWY_INLINE void join_rows(E, const Tile<kBlock>& tile, TileWork<E, kBlock>& work) {
   for (size_t r = 1; r < tile.rows; ++r)
@@ -399,7 +401,7 @@ HWY_INLINE void join_rows(E, const Tile<kBlock>& tile, TileWork<E, kBlock>& work
       work.block_amax[0][b] = std::max(work.block_amax[0][b], work.block_amax[r][b]);
 }
 
-/// The factors of the first row's blocks for all rows.
+/// Copies the factors of the first row's blocks to all rows.
 template <typename E, size_t kBlock>
 HWY_INLINE void share_factors(E, const Tile<kBlock>& tile, TileWork<E, kBlock>& work) {
   for (size_t r = 1; r < tile.rows; ++r) {
@@ -417,12 +419,12 @@ HWY_INLINE void fetch_row(E, ConstRows x, const Tile<kBlock>& tile, size_t r) {
   for (size_t c = 0; c < tile.cols; c += kLine) fetch_line(from + c);
 }
 
-/// All of a tile's outputs; `extremes` grows by its amax. Converting leaves memory idle: with each
-/// row `fetch(row)` may bring what comes next into the cache.
+/// Writes all outputs of a tile and adds its amax to `extremes`. Conversion leaves memory idle, so
+/// `fetch(row)`, called for each row, may prefetch what comes next.
 ///
 /// A Scaling has kFormat, kBlock, is_square, power_of_two (whether all factors are), row_codes and
-/// column_codes (null where nobody wants them), and makes scales, factors and limits of the amaxes
-/// in `work`: scale_rows, scale_columns, of square blocks scale_squares.
+/// column_codes (nullptr if not wanted). It computes scales, factors and limits from the amaxes in
+/// `work`: scale_rows, scale_columns, or scale_squares for square blocks.
 template <class Scaling, typename E, typename Fetch, size_t kBlock = Scaling::kBlock>
 HWY_INLINE void quantize_tile(E element, ConstRows x, const Tile<kBlock>& tile, const Fetch& fetch,
                               const Scaling& scaling, TileWork<E, kBlock>& work,
@@ -468,12 +470,12 @@ HWY_INLINE void quantize_tile(E element, ConstRows x, const Tile<kBlock>& tile, 
   }
 }
 
-/// quantize_tile over all of x; the amax of x.
+/// Applies quantize_tile to all of x; returns the amax of x.
 template <class Scaling, typename E>
 HWY_INLINE float quantize_tiles(E element, ConstRows x, const Scaling& scaling) {
   constexpr size_t kBlock = Scaling::kBlock, kCols = kTileCols<kBlock>;
   const size_t bands = (x.rows + kBlock - 1) / kBlock, chunks = (x.cols + kCols - 1) / kCols;
-  // Narrow tiles go to a thread in numbers.
+  // Threads get several narrow tiles at a time.
   const auto grain = static_cast<int64_t>(std::max<size_t>(1, kCols / std::max<size_t>(1, x.cols)));
   SharedExtremes shared;
   parallel_for(0, static_cast<int64_t>(bands * chunks), grain,
@@ -497,7 +499,7 @@ HWY_INLINE float quantize_tiles(E element, ConstRows x, const Scaling& scaling) 
   return value_of_bits(element, shared.get().amax_bits);
 }
 
-/// quantize_tile over a band; `fetch(r, col, cols)` may bring what comes next into the cache.
+/// Applies quantize_tile to a band. `fetch(r, col, cols)` may prefetch what comes next.
 template <class Scaling, typename E, typename Fetch>
 HWY_INLINE void quantize_band(E element, ConstRows band, const Fetch& fetch, const Scaling& scaling,
                               TileWork<E, Scaling::kBlock>& work, Extremes& extremes) {
@@ -511,7 +513,8 @@ HWY_INLINE void quantize_band(E element, ConstRows band, const Fetch& fetch, con
     }
 }
 
-/// quantize_tiles of a band, whose scaling writes behind the rows before it: its amax.
+/// Applies quantize_tile to a band, with a scaling that writes after the rows before the band;
+/// returns the band's amax.
 template <class Scaling, typename E>
 HWY_INLINE float quantize_tiles_of_band(E element, const Band& band, const Scaling& scaling) {
   const ScopedFloatMode mode;
@@ -523,8 +526,8 @@ HWY_INLINE float quantize_tiles_of_band(E element, const Band& band, const Scali
   return value_of_bits(element, extremes.amax_bits);
 }
 
-/// quantize_tiles of a matrix that is made; bands of whole blocks of it stay in the cache
-/// meanwhile. `scaling.behind(rows, cols)` is what writes behind `rows` rows of `cols` numbers.
+/// quantize_tiles for a matrix that is being computed, in bands of whole blocks that stay in the
+/// cache. `scaling.behind(rows, cols)` writes after `rows` rows of `cols` numbers.
 template <class Scaling, typename E>
 HWY_INLINE float quantize_tiles_made(E element, const MadeRows& made, const Scaling& scaling) {
   constexpr size_t kBlock = Scaling::kBlock, kCols = kTileCols<kBlock>;
@@ -557,7 +560,7 @@ HWY_INLINE float quantize_tiles_made(E element, const MadeRows& made, const Scal
 
 #else  // !TANDEM_HAS_ELEMENT_PAIRS
 
-/// Makes all of y, in memory of its own where it has none, and calls `body` with it.
+/// Computes all of y, in memory of its own if it has none, and calls `body` with it.
 template <typename Body>
 void with_all_made(const MadeRows& made, const Body& body) {
   Rows y = made.y;

@@ -6,7 +6,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/cast.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/stochastic-inl.h"
 
@@ -17,10 +17,10 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F = hn::ScalableTag<float>;
 using Codes = hn::Vec<hn::RebindToUnsigned<F>>;
 
-/// Elements whose random words are made at once.
+/// Elements whose random words are computed at once.
 constexpr size_t kPiece = 1024;
 
-/// e8m0_from_float of every lane, zero of negative ones.
+/// e8m0_from_float of every lane; zero for negative lanes.
 HWY_INLINE Codes e8m0_codes_of(hn::Vec<F> v) {
   const hn::RebindToSigned<F> di;
   const hn::RebindToUnsigned<F> du;
@@ -34,7 +34,7 @@ HWY_INLINE Codes e8m0_codes_of(hn::Vec<F> v) {
                                         hn::IfThenZeroElse(is_zero, code)));
 }
 
-/// cast_reference of every lane, without a word for rounding to nearest.
+/// cast_reference of every lane. Without a word it rounds to nearest.
 template <Fp8Format kFormat, typename... Word>
 HWY_INLINE Codes codes_of(hn::Vec<F> v, bool saturates, Word... word) {
   constexpr Fp8Traits kTraits = traits_of(kFormat);
@@ -58,7 +58,7 @@ HWY_INLINE Codes codes_of(hn::Vec<F> v, bool saturates, Word... word) {
     const auto largest = hn::Set(di, static_cast<int32_t>(kTraits.largest));
     auto is_above = hn::Gt(hn::BitCast(di, code), largest);
     if constexpr (sizeof...(Word) == 0) {
-      // A tie goes to the even one of the largest number and what would follow it.
+      // A tie goes to the even one of the largest number and the number that would follow it.
       constexpr int32_t kFrom = std::bit_cast<int32_t>(kTraits.overflow_from) - kTraits.largest % 2;
       is_above = hn::Gt(magnitude, hn::Set(di, kFrom));
     }

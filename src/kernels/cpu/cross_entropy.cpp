@@ -19,7 +19,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-/// exp(z - largest), 0 where that is below float32. Takes packs from and to float32 in one buffer.
+/// exp(z - largest), 0 if that is below float32. Reads and writes packs of float32 in one buffer.
 struct Exponentials {
   template <size_t N, typename Part>
   HWY_INLINE void run(size_t i, Part part) const {
@@ -49,7 +49,7 @@ struct Cap {
   float* z;
 };
 
-/// sum of values[i] weights[i]; null weights: ones.
+/// The sum of values[i] * weights[i]; nullptr weights are ones.
 HWY_INLINE double weighted_sum(const float* values, const float* weights, size_t count) {
   const hn::ScalableTag<float> d;
   auto sum = hn::Zero(d);
@@ -61,7 +61,7 @@ HWY_INLINE double weighted_sum(const float* values, const float* weights, size_t
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
-/// The largest of some values; NaN is passed over.
+/// The largest value, ignoring NaN.
 HWY_INLINE float largest_of(const float* values, size_t count) {
   const hn::ScalableTag<float> d;
   auto largest = hn::Set(d, -std::numeric_limits<float>::infinity());
@@ -75,7 +75,7 @@ HWY_INLINE float largest_of(const float* values, size_t count) {
   return found;
 }
 
-/// to[i] = exponentials[i] scale - smoothing weights[i], times the slope of the cap at z[i].
+/// to[i] = exponentials[i] * scale - smoothing * weights[i], times the slope of the cap at z[i].
 HWY_INLINE void gradients_of(const float* exponentials, float scale, float smoothing,
                              const float* weights, float cap, const float* z, size_t count,
                              float* to) {
@@ -95,15 +95,15 @@ HWY_INLINE void gradients_of(const float* exponentials, float scale, float smoot
   });
 }
 
-/// What exponentials are relative to.
+/// The number that is subtracted from z before the exponential.
 float reference_of(double largest) {
   return std::isinf(largest) && largest < 0 ? 0 : static_cast<float>(largest);
 }
 
-/// One row: its z in float32, and what is computed of it.
+/// One row: its z in float32, and what is computed from it.
 class LogitsRow {
  public:
-  /// `buffer` holds a row of float32; `bias` is float32 or null.
+  /// `buffer` has room for a row of float32; `bias` is float32 or nullptr.
   LogitsRow(const CrossEntropy& rows, size_t r, const float* bias, float* buffer)
       : rows_(rows), r_(r), cols_(rows.logits.cols) {
     const auto cap = static_cast<float>(rows.options.soft_cap);
@@ -146,8 +146,8 @@ class LogitsRow {
     return sums;
   }
 
-  /// Loss and gradient. `classes` and `all_weights`: how many classes there are, and the sum of
-  /// their weights.
+  /// Computes loss and gradient. `classes`: the number of classes; `all_weights`: the sum of their
+  /// weights.
   void finish(const LogitsSums& sums, double classes, double all_weights) const {
     const CrossEntropyOptions& options = rows_.options;
     const double on_target = (1 - options.label_smoothing) * sums.target_weight,
@@ -191,7 +191,7 @@ class LogitsRow {
   const float* z_;
 };
 
-/// Loss and gradient 0; the logits may be gone.
+/// Sets loss and gradient of a row to 0. The gradients may overwrite the logits.
 void ignore_row(const CrossEntropy& rows, size_t r) {
   if (rows.losses != nullptr) rows.losses[r] = 0;
   if (!rows.gradients) return;
@@ -200,7 +200,7 @@ void ignore_row(const CrossEntropy& rows, size_t r) {
               rows.gradients.cols * bytes);
 }
 
-/// Calls `visit(r, row)` for rows that count, for all where the best class is asked for.
+/// Calls `visit(r, row)` for the rows that count; for all rows if the best class is wanted.
 template <typename Visit>
 HWY_INLINE void for_each_row(const CrossEntropy& rows, const Visit& visit) {
   const size_t cols = rows.logits.cols;

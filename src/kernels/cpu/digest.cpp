@@ -16,9 +16,9 @@ constexpr size_t kPiece =
 constexpr size_t kLanes = 8;  // products of one lane wait for each other
 constexpr uint64_t kFactor = 0x9e3779b97f4a7c15ULL;  // 2^64 / golden ratio, odd: a bijection
 
-/// A bijection of `state` for each word, and of `word` for each state. A product carries no bit
-/// down, so its upper half is folded into the lower one: else the top bit of a word would be one
-/// bit of the state still, which another word could take back.
+/// A bijection of `state` for each word, and of `word` for each state. A product moves no bit down,
+/// so the upper half is folded into the lower half. Otherwise the top bit of a word would affect
+/// only one bit of the state, and another word could undo that.
 uint64_t mix(uint64_t state, uint64_t word) {
   word *= kFactor;
   return std::rotl(state, 29) * kFactor + (word ^ word >> 32);

@@ -1,4 +1,5 @@
-// Vectors of float32 from and to memory of any Element. Included once per Highway target.
+// Vectors of float32 loaded from and stored to memory of any Element. Included once per Highway
+// target.
 //
 //   const hn::ScalableTag<float> d;
 //   with_element(x.element, [&](auto element) HWY_ATTR {
@@ -20,7 +21,7 @@
 #include "kernels/cpu/targets.h"
 #include "kernels/views.h"
 
-// Between the parameters and the body of a lambda of a vector loop.
+// Goes between the parameters and the body of a lambda in a vector loop.
 #ifndef TANDEM_INLINE_LAMBDA
 #define TANDEM_INLINE_LAMBDA HWY_ATTR __attribute__((always_inline))
 #endif
@@ -29,8 +30,8 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// What memory of one Element holds: `Stored` is its C++ type, `at` a typed pointer `offset`
-/// elements behind `data`.
+/// The memory of one Element: `Stored` is its C++ type, `at` the typed address of the element
+/// `offset` after `data`.
 template <typename S, Element kTag>
 struct ElementTag {
   using Stored = S;
@@ -58,8 +59,8 @@ HWY_INLINE decltype(auto) with_element(Element element, Body&& body) {
   }
 }
 
-/// Targets without conversion instructions for float16: Highway 1.0.3 truncates there, so the
-/// conversions below round themselves.
+/// Whether the target has no conversion instructions for float16. Highway 1.0.3 truncates there, so
+/// the conversions below round themselves.
 constexpr bool kSoftFloat16 = HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128 ||
                               HWY_TARGET == HWY_SSE4 || HWY_TARGET == HWY_SSSE3;
 
@@ -69,8 +70,8 @@ HWY_INLINE hn::Vec<D> float32_from_float16_bits(D d, hn::Vec<hn::RebindToUnsigne
   const hn::RebindToUnsigned<D> du;
   const auto magnitude = hn::And(bits, hn::Set(du, 0x7FFFu));
   const auto sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(du, 0x8000u)));
-  // Exponents 31 become 255; the others are rebased from 15 to 127, subnormals through an exact
-  // float subtraction.
+  // Exponents of 31 become 255. Others are rebased from 15 to 127, subnormals by an exact float
+  // subtraction.
   const auto shifted = hn::ShiftLeft<13>(magnitude);
   const auto normal = hn::Add(shifted, hn::Set(du, 112u << 23));
   const auto nonfinite = hn::Add(shifted, hn::Set(du, 224u << 23));
@@ -96,12 +97,12 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> float16_bits_from_float32(D d, hn::V
   const auto sign = hn::And(bits, hn::Set(du, 0x80000000u));
   const auto magnitude = hn::Xor(bits, sign);
   const auto signed_magnitude = hn::BitCast(di, magnitude);
-  // Normal results: rebase the exponent, add one less than half a unit, plus one if the kept part
-  // is odd.
+  // Normal results: rebase the exponent, and add one less than half a unit, plus one if the kept
+  // part is odd.
   const auto odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(du, 1u));
   const auto normal =
       hn::ShiftRight<13>(hn::Add(hn::Add(magnitude, hn::Set(du, 0xC8000FFFu)), odd));
-  // Subnormal results: adding 0.5 lines the last bit of float16 up with the last bit of the float32
+  // Subnormal results: adding 0.5 aligns the last bit of float16 with the last bit of the float32
   // sum, which rounds.
   const auto half = hn::Set(d, 0.5f);
   const auto subnormal =
@@ -121,7 +122,7 @@ template <class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> bfloat16_bits_from_float32(D /*d*/, hn::Vec<D> v) {
   const hn::RebindToUnsigned<D> du;
   const auto bits = hn::BitCast(du, v);
-  // One less than half of what is dropped, or half where the last kept bit is set.
+  // One less than half of the dropped part, or half if the last kept bit is set.
   const auto odd = hn::TestBit(bits, hn::Set(du, 0x10000u));
   const auto rounded =
       hn::Add(bits, hn::IfThenElse(odd, hn::Set(du, 0x8000u), hn::Set(du, 0x7FFFu)));
@@ -129,15 +130,15 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> bfloat16_bits_from_float32(D /*d*/, 
   return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(v)), quiet, rounded);
 }
 
-// AVX512-BF16 rounds as we do, by one instruction in place of six, but for denormal numbers, which
-// it takes for 0. Highway 1.0.3 has no target for it: it is used where the processor has it, and is
-// written in assembler, as the compiler's word for it would need all that is around it to be
-// compiled for such processors alone.
+// AVX512-BF16 rounds as this code does, by one instruction instead of six, except for denormal
+// numbers, which it takes for 0. Highway 1.0.3 has no target for it, so it is used if the processor
+// has it. It is written in assembler, because the compiler's intrinsic would require all code
+// around it to be compiled for such processors alone.
 #undef TANDEM_MAY_ROUND_BFLOAT16
 #if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
 #define TANDEM_MAY_ROUND_BFLOAT16 1
 
-/// Whether the processor can round all lanes.
+/// Whether the processor rounds all lanes correctly.
 HWY_INLINE bool rounds_bfloat16(hn::Vec<hn::ScalableTag<float>> v) {
   constexpr int kDenormal = 0x20;
   return has_bfloat16_instructions && _mm512_fpclass_ps_mask(v.raw, kDenormal) == 0;
@@ -150,7 +151,7 @@ HWY_INLINE hn::Vec<hn::Rebind<uint16_t, hn::ScalableTag<float>>> rounded_bfloat1
   return words;
 }
 
-/// Those of `low`, then those of `high`.
+/// The rounded lanes of `low`, then those of `high`.
 HWY_INLINE hn::Vec<hn::ScalableTag<uint16_t>> rounded_bfloat16(
     hn::Vec<hn::ScalableTag<float>> low, hn::Vec<hn::ScalableTag<float>> high) {
   hn::Vec<hn::ScalableTag<uint16_t>> words;
@@ -162,7 +163,7 @@ HWY_INLINE hn::Vec<hn::ScalableTag<uint16_t>> rounded_bfloat16(
 #define TANDEM_MAY_ROUND_BFLOAT16 0
 #endif
 
-/// Lanes(d) elements from `p`, which needs no alignment, as float32.
+/// Loads Lanes(d) elements from `p`, which needs no alignment, as float32.
 template <class D>
 HWY_INLINE hn::Vec<D> load(Float32, D d, const float* HWY_RESTRICT p) {
   return hn::LoadU(d, p);
@@ -221,7 +222,7 @@ HWY_INLINE void store(Float16, D d, hn::Vec<D> v, hwy::float16_t* HWY_RESTRICT p
   }
 }
 
-/// store(first, p) and store(second, p + Lanes(d)), for bfloat16 with fewer instructions than two.
+/// store(first, p) and store(second, p + Lanes(d)); for bfloat16 with fewer instructions.
 template <typename E, class D>
 HWY_INLINE void store_pair(E element, D d, hn::Vec<D> first, hn::Vec<D> second,
                            typename E::Stored* HWY_RESTRICT p) {
@@ -272,7 +273,7 @@ HWY_INLINE hn::Vec<D> round_to(Float16, D d, hn::Vec<D> v) {
   }
 }
 
-/// The first `count` <= Lanes(d) elements from `p`, zeros behind them. Reads nothing behind them.
+/// The first `count` <= Lanes(d) elements from `p`, followed by zeros. Reads nothing beyond them.
 template <typename E, class D>
 HWY_INLINE hn::Vec<D> load_first(E element, D d, const typename E::Stored* HWY_RESTRICT p,
                                  size_t count) {
@@ -281,7 +282,7 @@ HWY_INLINE hn::Vec<D> load_first(E element, D d, const typename E::Stored* HWY_R
   return load(element, d, buffer);
 }
 
-/// Stores the first `count` <= Lanes(d) lanes to `p`, rounded as by `store`. Writes nothing behind
+/// Stores the first `count` <= Lanes(d) lanes to `p`, rounded as by `store`. Writes nothing beyond
 /// them.
 template <typename E, class D>
 HWY_INLINE void store_first(E element, D d, hn::Vec<D> v, typename E::Stored* HWY_RESTRICT p,
@@ -291,7 +292,7 @@ HWY_INLINE void store_first(E element, D d, hn::Vec<D> v, typename E::Stored* HW
   std::memcpy(static_cast<void*>(p), buffer, count * sizeof(buffer[0]));
 }
 
-/// Stands for a whole vector where a count of elements would stand for a part of one.
+/// A whole vector, in place of the count of elements of a part.
 struct Whole {};
 
 template <typename E, class D>
@@ -362,8 +363,8 @@ HWY_INLINE void narrow(E element, const float* HWY_RESTRICT from, size_t count,
   });
 }
 
-/// `vector` as float32: itself where it is that already, otherwise converted into `scratch`, which
-/// holds vector.size floats.
+/// `vector` as float32: its own memory if it is float32, else converted into `scratch`, which must
+/// have room for vector.size floats.
 HWY_INLINE const float* as_float32(ConstVector vector, float* scratch) {
   if (vector.element == Element::float32 || !vector) return static_cast<const float*>(vector.data);
   with_element(vector.element, [&](auto element) HWY_ATTR {

@@ -1,4 +1,4 @@
-// How elementwise kernels walk over vectors, rows and threads. Included once per Highway target.
+// How elementwise kernels iterate over vectors, rows and threads. Included once per Highway target.
 
 #if defined(TANDEM_KERNELS_CPU_ELEMENTWISE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_ELEMENTWISE_INL_H_
@@ -19,10 +19,9 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// Elements of one task for the thread pool; less work than this is not worth handing over.
+/// Elements of one task for the thread pool; less work is not worth another thread.
 constexpr size_t kTaskElements = 16384;
-/// Columns that are converted at a time where element types differ: all buffers together stay in
-/// L1.
+/// Columns that are converted at a time if element types differ: all buffers together fit in L1.
 constexpr size_t kChunk = 256;
 
 /// Calls `body(c, count)` for pieces of at most kChunk columns.
@@ -31,11 +30,11 @@ HWY_INLINE void for_each_chunk(size_t cols, const Body& body) {
   for (size_t c = 0; c < cols; c += kChunk) body(c, std::min(kChunk, cols - c));
 }
 
-/// Calls `body(row, column, count)` for pieces of rows, on several threads where that pays. No
-/// result may depend on the pieces.
+/// Calls `body(row, column, count)` for pieces of rows, on several threads if that pays. Results
+/// must not depend on the pieces.
 template <typename Body>
 HWY_INLINE void for_each_piece(size_t rows, size_t cols, const Body& body) {
-  if (cols == 0) return;  // however many rows there are
+  if (cols == 0) return;  // whatever the number of rows
   if (rows * cols <= kTaskElements) {
     for (size_t r = 0; r < rows; ++r) body(r, size_t{0}, cols);
     return;
@@ -52,8 +51,8 @@ HWY_INLINE void for_each_piece(size_t rows, size_t cols, const Body& body) {
                });
 }
 
-/// `rows` as a single row where it has no gaps; short rows then cost no tails. All views of a call
-/// must agree.
+/// Views without gaps are flattened to a single row, so that short rows have no tails. All views of
+/// a call must be flat then.
 template <typename View>
 bool is_flat(const View& view) {
   return !view || view.stride == view.cols || view.rows <= 1;
@@ -65,8 +64,8 @@ void flatten(View& view) {
   view.rows = std::min<size_t>(view.rows, 1);
 }
 
-/// As widen: `count` elements of row `r` from column `c` as float32, in place where they are that
-/// already.
+/// `count` elements of row `r` from column `c` as float32: in place if they are float32, else
+/// widened into `scratch`.
 HWY_NOINLINE inline const float* widened(ConstRows x, size_t r, size_t c, size_t count,
                                          float* scratch) {
   if (x.element == Element::float32) return static_cast<const float*>(x.data) + r * x.stride + c;
@@ -76,7 +75,7 @@ HWY_NOINLINE inline const float* widened(ConstRows x, size_t r, size_t c, size_t
   return scratch;
 }
 
-/// Where float32 results for row `r`, column `c` go: the row itself if it is float32, otherwise
+/// Where float32 results for row `r`, column `c` go: the row itself if it is float32, else
 /// `scratch`, for `put_narrowed`.
 HWY_INLINE float* place_for(Rows y, size_t r, size_t c, float* scratch) {
   return y.element == Element::float32 ? static_cast<float*>(y.data) + r * y.stride + c : scratch;
@@ -112,7 +111,7 @@ HWY_NOINLINE inline void accumulate(const float* values, float* sums, size_t cou
 }
 
 /// Calls `body(row, sums)` for each of some rows of a matrix, to add the row's columns to `sums`
-/// (float32; null where none are wanted).
+/// (float32; nullptr if no sums are wanted).
 template <typename Body>
 HWY_INLINE void for_each_row_summing(size_t rows, const PartialSums& part, const Body& body) {
   const size_t begin = part.first, end = begin + rows, height = part.block_rows;
@@ -132,7 +131,8 @@ HWY_INLINE void for_each_row_summing(size_t rows, const PartialSums& part, const
                [&](int64_t some, int64_t more) { run_blocks(some, more); });
 }
 
-/// totals = the sums of all `rows` rows of a matrix, rounded once; the first block's may be there.
+/// totals = the sums of all `rows` rows of a matrix, rounded once. `totals` may be the memory of
+/// the first block's sums.
 HWY_INLINE void add_up(const PartialSums& part, size_t rows, Vector totals) {
   const size_t cols = part.cols;
   if (rows == 0) std::fill_n(part.sums, cols, 0.0f);
@@ -144,7 +144,7 @@ HWY_INLINE void add_up(const PartialSums& part, size_t rows, Vector totals) {
   });
 }
 
-/// Both for all rows of a matrix. Optional: totals.
+/// for_each_row_summing and add_up for all rows of a matrix. `totals` is optional.
 template <typename Body>
 HWY_INLINE void for_each_row_summing(size_t rows, size_t cols, Vector totals, const Body& body) {
   if (cols == 0) return;

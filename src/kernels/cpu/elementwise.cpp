@@ -1,4 +1,4 @@
-// Sums, scaling and column sums: each reads its operands once.
+// Sums, scaling and column sums. Each kernel reads its operands once.
 #include "kernels/elementwise.h"
 
 #include "kernels/cpu/targets.h"
@@ -6,7 +6,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/elementwise.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/elementwise-inl.h"
 
@@ -14,8 +14,8 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Operands of one element each go straight through; a mix of elements goes through float32 buffers,
-// in L1, and the same loop.
+// Operands of one element are processed directly. A mix of elements goes through float32 buffers in
+// L1 and the same loop.
 template <typename E>
 void multiply_run(E element, const typename E::Stored* x, float a, float b, typename E::Stored* out,
                   size_t count) {
@@ -27,7 +27,7 @@ void multiply_run(E element, const typename E::Stored* x, float a, float b, type
   });
 }
 
-/// `extra` may be null.
+/// `extra` may be nullptr.
 template <typename E>
 void add_bias_run(E element, const typename E::Stored* x, const float* bias,
                   const typename E::Stored* extra, typename E::Stored* out, size_t count) {

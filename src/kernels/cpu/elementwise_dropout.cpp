@@ -1,5 +1,5 @@
-// Dropout: the mask is made where it is used and never stored; backward makes it again from the
-//          seed.
+// Dropout. The mask is computed where it is used and never stored; backward recomputes it from the
+// seed.
 #include <cmath>
 
 #include "kernels/cpu/targets.h"
@@ -8,7 +8,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/elementwise_dropout.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/elementwise-inl.h"
 #include "kernels/cpu/philox-inl.h"
@@ -17,14 +17,14 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// Which elements are kept, and what they are multiplied by.
+/// Which elements are kept, and their factor.
 struct Keep {
   explicit Keep(double p)
       : threshold(static_cast<int32_t>(std::ceil(p * 0x1p24))),
         factor(p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f) {}
 
-  /// value * factor where the word keeps it: (word >> 8) * 2^-24 >= p, in integers; no word reaches
-  /// 2^24.
+  /// value * factor if the word keeps it: (word >> 8) * 2^-24 >= p, compared in integers, because
+  /// (word >> 8) is below 2^24.
   template <class V>
   HWY_INLINE V apply(V value, const uint32_t* word) const {
     const hn::DFromV<V> d;
@@ -39,8 +39,8 @@ struct Keep {
   float factor;
 };
 
-/// Calls `body(c, count, words)` for pieces of columns [first, first + cols) of row `r`, whose
-/// elements have the words `words[0]`, `words[1]`, ...
+/// Calls `body(c, count, words)` for pieces of columns [first, first + cols) of row `r`. The
+/// elements of a piece have the words `words[0]`, `words[1]`, ...
 template <typename Body>
 HWY_INLINE void for_each_words(uint64_t seed, size_t r, size_t row_cols, size_t first, size_t cols,
                                const Body& body) {
@@ -84,7 +84,7 @@ void dropout_target(ConstRows x, ConstVector bias_of, uint64_t seed, double p, C
   });
 }
 
-/// `grad_x` or `sums` may be null.
+/// `grad_x` or `sums` may be nullptr.
 template <typename E>
 HWY_INLINE void backward_bias_run(E element, const Keep& keep, const uint32_t* words,
                                   const typename E::Stored* grad_y,
@@ -100,7 +100,7 @@ HWY_INLINE void backward_bias_run(E element, const Keep& keep, const uint32_t* w
   });
 }
 
-/// Columns [first, first + cols) of row `r`, which is row `counted_as` where the mask is counted.
+/// Columns [first, first + cols) of row `r`. The mask counts this row as row `counted_as`.
 template <typename E>
 HWY_INLINE void backward_bias_row(E element, const Keep& keep, uint64_t seed, ConstRows grad_y,
                                   Rows grad_x, size_t r, size_t counted_as, size_t first,

@@ -1,4 +1,4 @@
-// The arithmetic that results are specified in, whatever the calling thread has set.
+// The floating-point mode in which results are specified, whatever mode the calling thread has set.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace tandem::kernels::cpu {
 
-/// While it lives, this thread rounds to nearest even and keeps subnormals; then the former mode
-/// returns.
+/// During its lifetime this thread rounds to nearest even and keeps subnormals. Then the former
+/// mode is restored.
 class ScopedFloatMode {
  public:
   ScopedFloatMode() : saved_(read()) { write(saved_ & ~kFlags); }
@@ -44,8 +44,8 @@ class ScopedFloatMode {
   Word saved_;
 };
 
-/// dividend / divisor, rounded once. Volatile keeps the compiler from dividing before the mode is
-/// set or after it is gone.
+/// dividend / divisor, rounded once. `volatile` stops the compiler from moving the division out of
+/// the scope of the mode.
 inline float divide(float dividend, float divisor) {
   const ScopedFloatMode mode;
   volatile float operand = divisor;

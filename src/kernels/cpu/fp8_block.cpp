@@ -7,7 +7,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/fp8_block.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/blocks-inl.h"
 
@@ -41,7 +41,7 @@ struct Fp8Tiles {
         big(largest_of(x.element)),
         power_of_two(scaling.power_of_two) {}
 
-  /// scale_from_amax of every lane, none of them NaN.
+  /// scale_from_amax of every lane; no lane may be NaN.
   template <class D>
   HWY_INLINE hn::Vec<D> scales(D d, hn::Vec<D> amax) const {
     const hn::RebindToSigned<D> di;
@@ -57,7 +57,7 @@ struct Fp8Tiles {
     return hn::IfThenElse(is_zero, one, hn::IfThenElse(is_infinite, one, scale));
   }
 
-  /// The factors of the blocks of `rows` rows, and what is inverse to them.
+  /// The factors of the blocks of `rows` rows, and their inverses.
   template <typename E>
   HWY_INLINE void scale_blocks(E element, size_t rows, Work<E>& work,
                                float* HWY_RESTRICT inverse) const {
@@ -145,7 +145,7 @@ void quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
     });
   });
 #else
-  // Pairs of vectors need more than one lane; without them the reference is as good.
+  // Pairs of vectors need more than one lane. Without them the reference is as fast.
   fp8_block_quantize_reference(x, scaling, row, column, square, amax);
 #endif
 }
@@ -172,7 +172,7 @@ void quantize_band_of([[maybe_unused]] const Band& band,
                       [[maybe_unused]] Fp8BlockOutput row, [[maybe_unused]] Fp8BlockOutput column,
                       [[maybe_unused]] Fp8BlockOutput square, [[maybe_unused]] float& amax) {
 #if TANDEM_HAS_ELEMENT_PAIRS
-  ConstRows all = band.rows;  // its sizes; where the scales of rows lie depends on them
+  ConstRows all = band.rows;  // the sizes of the whole matrix decide where scales of rows lie
   all.rows = band.of_rows;
   with_element(all.element, [&](auto element) HWY_ATTR {
     with_format(scaling.format, [&](auto format) HWY_ATTR {

@@ -1,6 +1,6 @@
-// The functions that Highway's headers leave to its library. That library is not linked:
-// distributions ship it as a shared one, and what is installed must load where there is none.
-// Hidden here, they also do not meet those of another Highway in the same process.
+// The functions that Highway's headers expect from its library. That library is not linked, because
+// distributions ship it as a shared one, and an installed Tandem must load without it. The
+// functions are hidden, so they do not clash with another Highway in the process.
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
@@ -25,15 +25,15 @@ namespace {
 int64_t targets_for_test = 0;
 
 #if HWY_ARCH_X86
-/// Whether bit `bit` of register ECX of a cpuid leaf is set: for what compilers' own names do not
-/// all cover.
+/// Whether bit `bit` of register ECX of a cpuid leaf is set, for features that compilers do not all
+/// name.
 bool ecx_bit(unsigned leaf, unsigned bit) {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(leaf, &a, &b, &c, &d) != 0 && (c >> bit & 1U) != 0;
 }
 
-/// AVX2 and AVX-512 as Highway compiles for them. The compiler's check also asks whether the system
-/// saves the wide registers.
+/// The targets AVX2 and AVX-512 as Highway compiles them. The compiler's check also tests whether
+/// the operating system saves the wide registers.
 int64_t detect() {
   __builtin_cpu_init();
   const bool f16c = ecx_bit(1, 29), lzcnt = ecx_bit(0x80000001U, 5), aes = ecx_bit(1, 25);
@@ -46,10 +46,10 @@ int64_t detect() {
   return (avx2 ? HWY_AVX2 : 0) | (avx3 ? HWY_AVX3 : 0);
 }
 #else
-int64_t detect() { return 0; }  // beyond what is compiled in any case, nothing is
+int64_t detect() { return 0; }  // only the static targets are compiled
 #endif
 
-/// Those up to the instruction set that TANDEM_MAX_CPU_ISA names; all where it is not set.
+/// The targets up to the instruction set in TANDEM_MAX_CPU_ISA; all targets if it is not set.
 int64_t allowed() {
   const char* const given = std::getenv("TANDEM_MAX_CPU_ISA");
   const std::string_view best = given != nullptr ? given : "avx512";
@@ -74,8 +74,8 @@ ChosenTarget& GetChosenTarget() {
   return chosen;
 }
 
-/// Aligned for any vector; null where there is no memory. Buffers that begin at the same place of a
-/// page evict each other from the cache, so that each begins at another place than the one before.
+/// Memory that is aligned for any vector; nullptr if there is none. Buffers at equal offsets in a
+/// page evict each other from the cache, so each gets another offset than the one before.
 void* AllocateAlignedBytes(size_t payload_size, AllocPtr, void*) {
   constexpr size_t kAlignment = 128, kApart = 1024, kPlaces = 8;
   static std::atomic<size_t> count{0};
@@ -100,7 +100,7 @@ void Abort(const char* file, int line, const char* format, ...) {
   std::vfprintf(stderr, format, arguments);
   std::fputc('\n', stderr);
   va_end(arguments);
-  std::abort();  // a broken assumption of Highway's own checks
+  std::abort();  // an assumption of Highway's own checks is broken
 }
 
 }  // namespace hwy

@@ -1,4 +1,4 @@
-// The exponentials that activations need, in float32. Included once per Highway target.
+// The exponentials of activations, in float32. Included once per Highway target.
 
 #if defined(TANDEM_KERNELS_CPU_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_MATH_INL_H_
@@ -14,11 +14,10 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// x86 minimum and maximum return the second operand where one is NaN; other targets differ from
-// each other.
+// x86's minimum and maximum return the second operand if one is NaN; other targets differ.
 constexpr bool kMinMaxKeepSecond = HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2;
 
-/// The larger (at_most: the smaller) of `x` and `bound`; NaN where x is NaN.
+/// The larger (at_most: the smaller) of `x` and `bound`; NaN if x is NaN.
 template <size_t N>
 HWY_INLINE Pack<N> at_least(float bound, const Pack<N>& x) {
   const auto limit = hn::Set(hn::ScalableTag<float>(), bound);
@@ -44,8 +43,8 @@ HWY_INLINE Pack<N> at_most(float bound, const Pack<N>& x) {
       x);
 }
 
-/// a * b + c with one rounding on targets with FMA; elsewhere the product is split, and what is
-/// lost is below 2^-40 of it.
+/// a * b + c with one rounding on targets with FMA. Elsewhere the product is split, and the error
+/// is below 2^-40 of it.
 template <size_t N>
 HWY_INLINE Pack<N> exact_mul_add(const Pack<N>& a, const Pack<N>& b, const Pack<N>& c) {
 #if HWY_NATIVE_FMA
@@ -64,11 +63,11 @@ HWY_INLINE Pack<N> exact_mul_add(const Pack<N>& a, const Pack<N>& b, const Pack<
 #endif
 }
 
-/// 1.5 * 2^23: a float32 plus this is rounded to an integer, which lies in the low bits of the sum.
+/// 1.5 * 2^23. The sum of a float32 and this is rounded to an integer, which is in its low bits.
 constexpr float kRoundToInteger = 12582912.0f;
 
-/// mantissa * 2^k for mantissa in [0.7, 1.42] and k in [-126, 150], shifted = k + kRoundToInteger;
-/// infinity from 2^128 on.
+/// mantissa * 2^k for mantissa in [0.7, 1.42] and k in [-126, 150], with shifted = k +
+/// kRoundToInteger; infinity from 2^128 on.
 template <size_t N>
 HWY_INLINE Pack<N> scale_by_power_of_two(const Pack<N>& mantissa, const Pack<N>& shifted) {
   return each(
@@ -90,8 +89,8 @@ HWY_INLINE Pack<N> polynomial(const Pack<N>& x, float constant, C... rest) {
     return mul_add(polynomial(x, rest...), x, Pack<N>(constant));
 }
 
-// exp(-x) = exp(-f) 2^k with f = x + k ln 2. In functions of one pack each: a struct of several
-// goes through memory.
+// exp(-x) = exp(-f) 2^k with f = x + k ln 2. Each function returns one pack, because a struct of
+// several goes through memory.
 
 /// k + kRoundToInteger
 template <size_t N>
@@ -112,7 +111,7 @@ HWY_INLINE Pack<N> exp_of_remainder(const Pack<N>& f, const Pack<N>& shifted) {
   return scale_by_power_of_two(mantissa, shifted);
 }
 
-/// exp(-x) for x in [-104, 87]; infinity where that exceeds float32. Error: 2 ULP.
+/// exp(-x) for x in [-104, 87]; infinity if that exceeds float32. Error: 2 ULP.
 template <size_t N>
 HWY_INLINE Pack<N> exp_negated(const Pack<N>& x) {
   const Pack<N> shifted = shifted_power_of(x);
@@ -131,14 +130,14 @@ HWY_INLINE Pack<N> magnitude_of(const Pack<N>& x) {
   return each([](auto v) TANDEM_INLINE_LAMBDA { return hn::Abs(v); }, x);
 }
 
-/// 2 |x|, at most 87: beyond, the smaller exponential is a subnormal number.
+/// 2 |x|, at most 87: beyond that the exponential is subnormal.
 template <size_t N>
 HWY_INLINE Pack<N> twice_magnitude(const Pack<N>& x) {
   const Pack<N> magnitude = magnitude_of(x);
   return at_most(87.0f, magnitude + magnitude);
 }
 
-/// exp(-f) - 1 for |f| <= ln 2 / 2, Taylor, relative error 1.5e-8: nothing cancels at small f.
+/// exp(-f) - 1 for |f| <= ln 2 / 2, Taylor, relative error 1.5e-8. Nothing cancels for small f.
 template <size_t N>
 HWY_INLINE Pack<N> exp_below_one(const Pack<N>& f) {
   return f * polynomial(f, -1.0f, 0.5f, -0.166666667f, 0.0416666667f, -0.00833333333f,
@@ -174,21 +173,21 @@ HWY_INLINE Pack<N> tanh_slope_of(const Pack<N>& x) {
 /// The tanh form of gelu is x / (1 + exp(-v)) with v = kGeluCubic * x * (x^2 + kGeluPivot).
 constexpr float kGeluCubic = 0.0713548163f;  // 2 sqrt(2 / pi) * 0.044715
 constexpr float kGeluLinear = 1.59576912f;   // 2 sqrt(2 / pi)
-// 1 / 0.044715 in two parts. The high part is a multiple of 2^-17: its difference from x^2 +
-// kGeluPivot is exact for |x| <= 10.4.
+// 1 / 0.044715 in two parts. The high part is a multiple of 2^-17, so that subtracting it from x^2
+// + kGeluPivot is exact for |x| <= 10.4.
 constexpr float kGeluPivot = 22.363861083984375f, kGeluPivotLow = -1.08174799e-06f;
 
-/// exp(-v) of gelu for |x| <= 10.4; infinity where that exceeds float32. Error: 2 ULP.
+/// exp(-v) of gelu for |x| <= 10.4; infinity if that exceeds float32. Error: 2 ULP.
 ///
-/// v reaches 97, and the relative error of exp(-v) is the absolute error of v: v is kept to 2^-24
+/// v reaches 97, and an absolute error of v is a relative error of exp(-v). So v is kept to 2^-24
 /// absolute, in two parts.
 template <size_t N>
 HWY_INLINE Pack<N> exp_negated_gelu(const Pack<N>& x) {
   using P = Pack<N>;
   const P w = exact_mul_add(x, x, P(kGeluPivot));
   const P w_low = exact_mul_add(x, x, P(kGeluPivot) - w) + P(kGeluPivotLow);
-  // In units of 1 / kGeluCubic: v = x (w + w_low), one power of two is ln 2 / kGeluCubic, its high
-  // part 17 bits wide.
+  // In units of 1 / kGeluCubic: v = x (w + w_low). One power of two is ln 2 / kGeluCubic, whose
+  // high part has 17 bits.
   const P shifted = mul_add(x * w, P(-0.10294324f), P(kRoundToInteger));
   const P k = shifted - P(kRoundToInteger);
   P f = exact_mul_add(x, w, k * P(9.714111328125f));
@@ -200,8 +199,8 @@ HWY_INLINE Pack<N> exp_negated_gelu(const Pack<N>& x) {
   return scale_by_power_of_two(mantissa, shifted);
 }
 
-/// 2^fraction * 2^k for |fraction| <= 1/2. Relative error 2^-18: enough where the argument has 8 or
-/// 11 bits.
+/// 2^fraction * 2^k for |fraction| <= 1/2. Relative error 2^-18, which suffices for arguments of 8
+/// or 11 bits.
 template <size_t N>
 HWY_INLINE Pack<N> exp2_short(const Pack<N>& fraction, const Pack<N>& shifted) {
   return scale_by_power_of_two(

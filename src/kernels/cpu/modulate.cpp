@@ -1,4 +1,5 @@
-// Rows multiplied and shifted, and the sums of their gradients, in float32 chunks that stay in L1.
+// Rows that are multiplied and shifted, and the sums of their gradients, in float32 chunks that
+// stay in L1.
 #include "kernels/modulate.h"
 
 #include "kernels/cpu/float_mode.h"
@@ -7,7 +8,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/modulate.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/elementwise-inl.h"
 
@@ -15,12 +16,12 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// So many rows are summed before they are added to the sum of those before them.
+// How many rows are summed before their sum is added to the sum of earlier rows.
 constexpr size_t kBlockRows = 64;
-// Columns of one task: a few groups of few columns still occupy several threads.
+// Columns of one task, so that even a few groups of few columns occupy several threads.
 constexpr size_t kColumns = 128;
 
-/// `shift` may be null.
+/// `shift` may be nullptr.
 void modulate_run(const float* x, const float* scale, float offset, const float* shift, float* y,
                   size_t count) {
   const hn::ScalableTag<float> d;
@@ -47,7 +48,7 @@ void modulate_target(ConstRows x, ConstRows scale, float offset, ConstRows shift
   });
 }
 
-/// `of_scale`, with x, or `of_shift` may be null.
+/// `of_shift` may be nullptr, and so may `of_scale`, together with x.
 void add_run(const float* grad_y, const float* x, float* of_scale, float* of_shift, size_t count) {
   const hn::ScalableTag<float> d;
   for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {

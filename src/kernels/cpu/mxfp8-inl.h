@@ -1,5 +1,5 @@
-// What MXFP8 adds to the tiles of blocks-inl.h, and rows of its codes back. Included once per
-// Highway target; bitwise equal on all of them.
+// What MXFP8 adds to the tiles of blocks-inl.h, and dequantizing rows of its codes. Included once
+// per Highway target; bitwise equal on all of them.
 
 #if defined(TANDEM_KERNELS_CPU_MXFP8_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_MXFP8_INL_H_
@@ -52,8 +52,8 @@ HWY_INLINE void dequantize_columns(E element, const uint8_t* HWY_RESTRICT codes,
 
 #if TANDEM_HAS_ELEMENT_PAIRS
 
-/// The E8M0 codes of the scales for these amaxes, none of them NaN: e8m0_from_float(amax * (1 /
-/// format max)).
+/// The E8M0 codes of the scales for amaxes that are not NaN: e8m0_from_float(amax * (1 / format
+/// max)).
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> e8m0_codes(D d, hn::Vec<D> amax) {
   const hn::RebindToSigned<D> di;
@@ -64,7 +64,7 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> e8m0_codes(D d, hn::Vec<D> amax) {
   return hn::BitCast(du, hn::IfThenZeroElse(hn::Lt(bits, hn::Set(di, 0x00400001)), code));
 }
 
-/// 2^(127 - code), the codes not 0xFF.
+/// 2^(127 - code) for codes other than 0xFF.
 template <class D>
 HWY_INLINE hn::Vec<D> reciprocals_of_e8m0(D d, hn::Vec<hn::RebindToUnsigned<D>> code) {
   return e8m0_values(d, hn::Sub(hn::Set(hn::RebindToUnsigned<D>(), uint32_t{kE8m0Largest}), code));
@@ -88,7 +88,7 @@ struct MxTiles {
         row_stride(mx_scale_shape(MxDirection::row, x.rows, x.cols).cols),
         column_stride(mx_scale_shape(MxDirection::column, x.rows, x.cols).cols) {}
 
-  /// The scales and factors of the blocks of one row.
+  /// Computes the scales and factors of the blocks of one row.
   template <typename E>
   HWY_INLINE void scale_row(E element, const Tile<kBlock>& tile, size_t r, Work<E>& work,
                             uint8_t* HWY_RESTRICT scales) const {

@@ -24,7 +24,7 @@ void quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Ou
     });
   });
 #else
-  // Pairs of vectors need more than one lane; without them the reference is as good.
+  // Pairs of vectors need more than one lane. Without them the reference is as fast.
   mxfp8_quantize_reference(x, scaling, row, column, amax);
 #endif
 }

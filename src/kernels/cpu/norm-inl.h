@@ -1,4 +1,4 @@
-// Rows of RMSNorm and LayerNorm. `kCentered` tells LayerNorm, which subtracts the mean. Included
+// Rows of RMSNorm and LayerNorm. `kCentered` selects LayerNorm, which subtracts the mean. Included
 // once per Highway target.
 
 #if defined(TANDEM_KERNELS_CPU_NORM_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -26,17 +26,17 @@ namespace hn = hwy::HWY_NAMESPACE;
 using FloatTag = hn::ScalableTag<float>;
 using FloatVector = hn::Vec<FloatTag>;
 
-/// Floats from one scratch row to the next.
+/// The distance of two scratch rows, in floats.
 HWY_INLINE size_t scratch_stride(size_t hidden) { return norm_sum_cols(hidden, false); }
 
-/// The parameters as float32, neutral where they are absent.
+/// The parameters as float32, with neutral values for absent ones.
 struct NormParameters {
   const float* gamma;
   const float* bias;
 };
 
-/// gamma as float32: `weight` itself where it is that, else made in `buffer`, which holds `hidden`
-/// floats; ones where there is no weight.
+/// gamma as float32: `weight` itself if it is gamma, else computed in `buffer`, which must have
+/// room for `hidden` floats; ones if there is no weight.
 HWY_INLINE const float* gamma_of(ConstVector weight, bool zero_centered_gamma, size_t hidden,
                                  float* buffer) {
   const FloatTag d;
@@ -59,8 +59,8 @@ HWY_INLINE NormParameters norm_parameters(ConstVector weight, ConstVector bias,
   return {gamma, bias ? as_float32(bias, bias_buffer) : bias_buffer};
 }
 
-/// Starts to bring row `r`, if there is one, into the cache. Writing a row leaves memory's reading
-/// idle, and the hardware fetches nothing beyond the 4 KiB that it is in.
+/// Starts to bring row `r`, if it exists, into the cache. Writing a row leaves reads of memory
+/// idle, and the hardware prefetches nothing beyond a row's 4 KiB page.
 HWY_INLINE void fetch_row(ConstRows matrix, size_t r) {
   if (!matrix || r >= matrix.rows) return;
   with_element(matrix.element, [&](auto element) HWY_ATTR {
@@ -71,8 +71,8 @@ HWY_INLINE void fetch_row(ConstRows matrix, size_t r) {
   });
 }
 
-/// Row `r` as elements E: in place where the matrix has them, otherwise converted into `buffer`
-/// (then E is Float32).
+/// Row `r` as elements E: in place if the matrix has them, else converted into `buffer` (then E is
+/// Float32).
 template <typename E>
 HWY_INLINE const typename E::Stored* row_to_read(E, ConstRows matrix, size_t r, float* buffer) {
   if (matrix.element == E::kElement) return E::at(matrix.data, r * matrix.stride);
@@ -85,7 +85,7 @@ HWY_INLINE const typename E::Stored* row_to_read(E, ConstRows matrix, size_t r, 
   return nullptr;
 }
 
-/// Where to write row `r` as elements E; finish_row then converts it if that is `buffer`.
+/// Where to write row `r` as elements E. If that is `buffer`, finish_row converts it.
 template <typename E>
 HWY_INLINE typename E::Stored* row_to_write(E, Rows matrix, size_t r, float* buffer) {
   if (matrix.element == E::kElement) return E::at(matrix.data, r * matrix.stride);
@@ -105,16 +105,16 @@ HWY_INLINE void unrolled(std::index_sequence<kIndices...>, Body& body) {
   (body(std::integral_constant<size_t, kIndices>()), ...);
 }
 
-/// Calls `body(std::integral_constant<size_t, i>())` for i < kCount, written out: arrays of vectors
-/// indexed by i stay in registers.
+/// Calls `body(std::integral_constant<size_t, i>())` for i < kCount, unrolled, so that arrays of
+/// vectors indexed by i stay in registers.
 template <size_t kCount, typename Body>
 HWY_INLINE void unrolled(Body&& body) {
   unrolled(std::make_index_sequence<kCount>(), body);
 }
 
-/// totals[s] = all that `body(i, part, sums)` adds to the lanes of sums[s]. A lane takes at most
-/// kSteps + 1 additions in float32, then its sum goes into a float64, so that the error does not
-/// grow with the length.
+/// totals[s] = the sum of all lanes of sums[s], to which `body(i, part, sums)` adds. A lane takes
+/// at most kSteps + 1 additions in float32 before its sum is added to a float64, so the error does
+/// not grow with the length.
 template <size_t kSums, size_t kUnroll, size_t kSteps, typename Body>
 HWY_INLINE void sum_row(size_t count, double (&totals)[kSums], Body&& body) {
   const FloatTag d;
@@ -151,13 +151,13 @@ struct RowStatistics {
   float inv_norm;
 };
 
-/// Two vectors of adjacent elements, in an order that only a sum over all of them may use.
+/// Loads two vectors of adjacent elements, in an order that only a sum over all of them may use.
 template <typename E>
 HWY_INLINE void load_pair(E element, const typename E::Stored* HWY_RESTRICT p, FloatVector& first,
                           FloatVector& second) {
   const FloatTag d;
   if constexpr (E::kElement == Element::bfloat16 && HWY_TARGET != HWY_SCALAR) {
-    // Even and odd elements cost one instruction each; widening in order costs two.
+    // Even and odd elements cost one instruction each; widening in order would cost two.
     const hn::RebindToUnsigned<FloatTag> du;
     const hn::Repartition<uint16_t, FloatTag> d16;
     const auto words = hn::BitCast(du, hn::LoadU(d16, p));
@@ -169,9 +169,9 @@ HWY_INLINE void load_pair(E element, const typename E::Stored* HWY_RESTRICT p, F
   }
 }
 
-/// totals[s] = all that `term(v, sums)` adds to the lanes of sums[s] over the vectors v of the row,
-/// in no particular order; lanes behind the end hold `pad`. As in sum_row, float64 takes over after
-/// at most 17 additions per lane.
+/// totals[s] = the sum of all lanes of sums[s], to which `term(v, sums)` adds for all vectors v of
+/// the row, in no particular order. Lanes beyond the end hold `pad`. As in sum_row, float64 takes
+/// over after at most 17 additions per lane.
 template <size_t kSums, typename E, typename Term>
 HWY_INLINE void sum_terms(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
                           float pad, double (&totals)[kSums], Term&& term) {
@@ -208,12 +208,12 @@ HWY_INLINE void sum_terms(E element, const typename E::Stored* HWY_RESTRICT x, s
   }
 }
 
-/// What a sum over a row is divided by.
+/// The divisor of a sum over a row.
 HWY_INLINE double divisor_of(const NormOptions& options, size_t hidden) {
   return options.sums ? 1.0 : static_cast<double>(std::max<size_t>(hidden, 1));
 }
 
-/// 1 / sqrt(mean(x^2) + eps), or of the sum.
+/// The statistics of RMSNorm: 1 / sqrt(mean(x^2) + eps), or with the sum instead of the mean.
 template <typename E>
 HWY_NOINLINE RowStatistics rms_statistics(E element, const typename E::Stored* HWY_RESTRICT x,
                                           size_t hidden, const NormOptions& options) {
@@ -225,17 +225,17 @@ HWY_NOINLINE RowStatistics rms_statistics(E element, const typename E::Stored* H
                     1.0 / std::sqrt(total[0] / divisor_of(options, hidden) + options.eps))};
 }
 
-/// The mean and 1 / sqrt(variance + eps). A part of the row is read twice, for its mean and for the
-/// differences from that, so nothing cancels; the parts are joined in float64. For float32 parts
-/// are short, so that the second look at one part runs while the next is on its way from memory;
-/// rows of half the bytes come from memory faster than they are computed.
+/// The mean and 1 / sqrt(variance + eps). Each part of the row is read twice, for its mean and for
+/// the differences from it, so nothing cancels; the parts are combined in float64. For float32,
+/// parts are short, so that the second read of a part overlaps with loading the next part from
+/// memory. 16-bit rows come from memory faster than they are computed, and are one part.
 template <typename E>
 HWY_NOINLINE RowStatistics layer_statistics(E element, const typename E::Stored* HWY_RESTRICT x,
                                             size_t hidden, double eps) {
   constexpr bool kParts = E::kElement == Element::float32;
   const size_t part = kParts ? 256 : std::max<size_t>(hidden, 1);
   const double n = static_cast<double>(std::max<size_t>(hidden, 1));
-  // Sums over the elements of x - origin, and of their squares: those within parts and those of the
+  // Sums of x - origin over all elements, of squared differences within parts, and of squared
   // distances between parts.
   double origin = 0.0, sum = 0.0, squares_within = 0.0, squares_between = 0.0;
   for (size_t begin = 0; begin < hidden; begin += part) {
@@ -253,8 +253,8 @@ HWY_NOINLINE RowStatistics layer_statistics(E element, const typename E::Stored*
                 sums[0] = hn::MulAdd(difference, difference, sums[0]);
                 if constexpr (kParts) sums[1] = hn::Add(sums[1], difference);
               });
-    // How far the mean lies from the center: means of parts have to be known better than their
-    // float32 sums tell, because the distances between them count as variance.
+    // The distance of the part's mean from `center`. It is needed more exactly than the float32
+    // sums give it, because distances between means count as variance.
     const double off =
         (kParts ? differences[kParts] : total[0] - part_n * static_cast<double>(center)) / part_n;
     const double part_mean = static_cast<double>(center) + off;
@@ -266,16 +266,16 @@ HWY_NOINLINE RowStatistics layer_statistics(E element, const typename E::Stored*
   }
   const double from_origin = sum / n;
   const double variance = (squares_within + squares_between - sum * from_origin) / n;
-  // max keeps NaN, its first argument, and drops what rounding leaves below zero. Squares that
-  // overflowed make the row NaN: their inverse root, 0, would make it look like a row of equal
-  // numbers.
+  // max keeps NaN, its first argument, and replaces what rounding makes negative. Squares that
+  // overflowed make the row NaN: the inverse root would be 0, as for a row of equal numbers.
   const double spread = std::isinf(variance) ? NAN : std::max(variance, 0.0);
   return {static_cast<float>(origin + from_origin),
           static_cast<float>(1.0 / std::sqrt(spread + eps))};
 }
 
-/// The statistics of row `r`. Always from the matrix itself, never from a converted row: pairs of
-/// bfloat16 are added in another order than float32, and every kernel has to find the same.
+/// The statistics of row `r`, always from the matrix itself and never from a converted row: pairs
+/// of bfloat16 are added in another order than float32, and every kernel must find equal
+/// statistics.
 template <bool kCentered>
 HWY_INLINE RowStatistics row_statistics(ConstRows x, size_t r, const NormOptions& options) {
   return with_element(x.element, [&](auto element) HWY_ATTR {
@@ -292,8 +292,8 @@ HWY_INLINE FloatVector normalized(FloatVector x, FloatVector mean, FloatVector i
   return hn::Mul(x, inv_norm);
 }
 
-/// Calls `body` with the element that x_hat of a row of `x` is rounded to before it meets gamma:
-/// Float32 where it is not. `E` is what rows are read as.
+/// Calls `body` with the element to which x_hat of a row of `x` is rounded before it is multiplied
+/// by gamma; Float32 if it is not rounded. `E` is the element as which rows are read.
 template <bool kCentered, typename E, typename Body>
 HWY_INLINE decltype(auto) with_rounding(E, Element x, const NormOptions& options, Body&& body) {
   if constexpr (!kCentered) {
@@ -305,7 +305,8 @@ HWY_INLINE decltype(auto) with_rounding(E, Element x, const NormOptions& options
   return body(Float32{});
 }
 
-/// y = x_hat * gamma (+ bias). Forward and backward call this one function, hence equal bits.
+/// y = x_hat * gamma (+ bias). Forward and backward both call this function, so their bits are
+/// equal.
 template <bool kCentered, typename R, typename E>
 HWY_NOINLINE void normalize_row(R rounding, E element, const typename E::Stored* HWY_RESTRICT x,
                                 NormParameters parameters, RowStatistics statistics, size_t hidden,
@@ -324,12 +325,12 @@ HWY_NOINLINE void normalize_row(R rounding, E element, const typename E::Stored*
   });
 }
 
-/// The two means that grad_x of one row needs (sums for L2); mean(g) is 0 for RMSNorm.
+/// The two means that grad_x of one row needs (for L2, sums). mean(g) is 0 for RMSNorm.
 struct RowMeans {
   float g, g_x_hat;
 };
 
-/// The means of g and g * x_hat; with kColumnSums also weight_sums += grad_y * x_hat, this x_hat
+/// The means of g and g * x_hat. With kColumnSums also weight_sums += grad_y * x_hat, with x_hat
 /// rounded as in forward, and, for LayerNorm, bias_sums += grad_y.
 template <bool kCentered, bool kColumnSums, typename R, typename E>
 HWY_NOINLINE RowMeans sum_gradients(R rounding, E element,

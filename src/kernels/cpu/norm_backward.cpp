@@ -12,8 +12,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-/// One row at a time: several together would share loads of gamma and the sums, but their
-/// interleaved streams outrun the hardware's prefetching (1.7 times slower from memory).
+/// Processes one row at a time. Several rows together would share loads of gamma and the sums, but
+/// their interleaved streams defeat the hardware's prefetching (1.7 times slower from memory).
 template <bool kCentered, typename E>
 HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters parameters, size_t r,
                              float* buffers, float* weight_sums, float* bias_sums) {
@@ -55,13 +55,13 @@ HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters pa
   }
 }
 
-/// out[c] = sum over the blocks of partial_sums[block * distance + c], in their order, rounded
-/// once.
+/// out[c] = sum over the blocks of partial_sums[block * distance + c], in the order of blocks,
+/// rounded once.
 HWY_INLINE void add_partial_sums(const float* partial_sums, size_t blocks, size_t distance,
                                  Vector out) {
   const FloatTag d;
   const size_t size = out.size;
-  // Whole groups of 64 columns, so that each column is in the same lane whatever the ranges.
+  // Threads get whole groups of 64 columns, so that a column's lane does not depend on the ranges.
   const size_t groups = (size + 63) / 64;
   const int64_t grain =
       static_cast<int64_t>(std::max<size_t>(1, 512 / std::max<size_t>(1, blocks)));
@@ -83,7 +83,7 @@ HWY_INLINE void add_partial_sums(const float* partial_sums, size_t blocks, size_
   });
 }
 
-/// Whether every operand has this element; otherwise the rows are converted to float32 in cache.
+/// Whether every operand has this element. If not, rows are converted to float32 in the cache.
 HWY_INLINE bool all_are(const NormBackward& a, Element element) {
   return a.grad_y.element == element && a.x.element == element &&
          (!a.grad_residual || a.grad_residual.element == element) &&
@@ -138,7 +138,7 @@ void add_sums_target(const PartialSums& part, size_t rows, Vector grad_weight, V
     add_partial_sums(part.sums + scratch_stride(grad_bias.size), blocks, part.cols, grad_bias);
 }
 
-/// All rows.
+/// Processes all rows.
 void backward_target(const NormBackward& a, Vector grad_weight, Vector grad_bias) {
   PartialSums part;
   if (grad_weight || grad_bias) {

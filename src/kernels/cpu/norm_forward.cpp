@@ -13,7 +13,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-/// Makes row r of a sum and returns it, as a matrix whose every row it is.
+/// Computes row r of a sum and returns it as a matrix in which every row is that row.
 class SumRow {
  public:
   SumRow(ConstRows x, ConstRows extra, Element element, Rows sum, float* buffer)
@@ -57,7 +57,7 @@ class SumRow {
   float* buffer_;
 };
 
-/// The rows of a matrix as they are.
+/// Returns the rows of a matrix unchanged.
 class PlainRow {
  public:
   explicit PlainRow(ConstRows x) : x_(x) {}
@@ -68,8 +68,8 @@ class PlainRow {
   ConstRows x_;
 };
 
-/// `source(x_buffer)` gives what fetches row r and makes it, in a matrix whose row r it is. `mean`
-/// is null for RMSNorm.
+/// `source(x_buffer)` returns an object that prefetches row r (`fetch`) and that returns a matrix
+/// with row r. `mean` is nullptr for RMSNorm.
 template <bool kCentered, typename Source>
 HWY_INLINE void norm_forward(size_t rows, size_t hidden, Element x_element, const Source& source,
                              ConstVector weight, ConstVector bias, const NormOptions& options,

@@ -1,8 +1,8 @@
-// Tiles of a matrix to NVFP4, and rows of codes back. Included once per Highway target; bitwise
-// equal on all of them.
+// Converts tiles of a matrix to NVFP4, and rows of codes back. Included once per Highway target;
+// bitwise equal on all of them.
 //
-// A tile is 16 rows by some blocks of columns, held in float32 in the first-level cache, with zeros
-// behind the matrix.
+// A tile is 16 rows by some blocks of columns. It is held in float32 in the first-level cache, with
+// zeros beyond the matrix.
 
 #if defined(TANDEM_KERNELS_CPU_NVFP4_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_NVFP4_INL_H_
@@ -29,7 +29,7 @@ using I32 = hn::RebindToSigned<F32>;
 using Vf = hn::Vec<F32>;
 using Vu = hn::Vec<U32>;
 
-/// What is the same for all codes of a tensor: A and fl(1 / (6 L)).
+/// The constants of all codes of a tensor: A and fl(1 / (6 L)).
 struct Fp4Decoding {
   float amax, per_scale;
 };
@@ -41,7 +41,7 @@ HWY_INLINE Vf fp4_dequant_factors(Vu scale, const Fp4Decoding& tensor) {
   return hn::Mul(hn::Mul(value, hn::Set(d, tensor.amax)), hn::Set(d, tensor.per_scale));
 }
 
-/// One row of y from codes of its columns, of which `kHigh` says the half of each byte.
+/// One row of y from column codes. `kHigh`: whether the row is in the high half of each byte.
 template <bool kHigh, typename E>
 HWY_INLINE void fp4_values_by_column(E element, const uint8_t* HWY_RESTRICT codes,
                                      const uint8_t* HWY_RESTRICT scales, const Fp4Decoding& tensor,
@@ -66,7 +66,7 @@ HWY_INLINE void fp4_values_by_column(E element, const uint8_t* HWY_RESTRICT code
   }
 }
 
-/// One row of y from codes of rows.
+/// One row of y from row codes.
 template <typename E>
 HWY_INLINE void fp4_values_by_row(E element, const uint8_t* HWY_RESTRICT codes,
                                   const uint8_t* HWY_RESTRICT scales, const Fp4Decoding& tensor,
@@ -92,23 +92,24 @@ HWY_INLINE void fp4_values_by_row(E element, const uint8_t* HWY_RESTRICT codes,
 
 #if TANDEM_HAS_ELEMENT_PAIRS
 
-/// Columns of a tile, whole blocks.
+/// Columns of a tile, in whole blocks.
 constexpr size_t kFp4Cols = 256;
 constexpr size_t kFp4TileBlocks = kFp4Cols / kFp4Block;
 
 /// The working memory of a thread.
 struct Fp4Work {
   HWY_ALIGN float x[kFp4Block][kFp4Cols];
-  // Bits of amaxes without a sign, NaN above all others; then what they give.
+  // Bits of amaxes without a sign, NaN above all others; and the factors and scales that follow
+  // from the amaxes.
   HWY_ALIGN int32_t amax[kFp4Block][kFp4TileBlocks];
   HWY_ALIGN float factor[kFp4Block][kFp4TileBlocks];
   HWY_ALIGN uint8_t scale[kFp4Block][kFp4TileBlocks];
-  // Of a row.
+  // For one row.
   HWY_ALIGN uint8_t codes[kFp4Cols];
   HWY_ALIGN uint32_t words[kFp4Cols + 4 + 2 * HWY_MAX_BYTES];
 };
 
-/// Where a tile lies, without what is padding.
+/// The position and size of a tile, without padding.
 struct Fp4Tile {
   size_t row, col, rows, cols;
   size_t blocks() const { return fp4_blocks(cols); }
@@ -131,7 +132,7 @@ HWY_INLINE void load_tile(E element, ConstRows x, const Fp4Tile& tile, Fp4Work& 
 struct Fp4Blocks {
   Vu scale;
   Vf factor;
-  /// Of scales before they are rounded.
+  /// `wanted`: the scales before they are rounded.
   HWY_INLINE Fp4Blocks(Vf wanted, const Fp4TensorScale& tensor) {
     const F32 d;
     scale = fp8_codes<Fp8Format::e4m3>(d, wanted);
@@ -146,7 +147,7 @@ HWY_INLINE hn::Vec<I32> magnitude_bits_of(Vf v) {
   return hn::And(hn::BitCast(di, v), hn::Set(di, 0x7FFFFFFF));
 }
 
-/// E2M1 codes of v, rounded by `word` where there is one.
+/// E2M1 codes of v, rounded stochastically if there is a `word`.
 template <typename... Word>
 HWY_INLINE Vu fp4_codes(Vf v, Word... word) {
   const F32 d;
@@ -186,7 +187,7 @@ HWY_INLINE Vf fp4_errors(const Vf* x, const Fp4Blocks& blocks, const Fp4TensorSc
   return sum;
 }
 
-/// What four over six chooses from, of each lane's block.
+/// The two candidates of four over six for each lane's block.
 struct Fp4BlockCandidates {
   Fp4Blocks six, four;
   Vf error_of_six, error_of_four;
@@ -218,7 +219,7 @@ struct Fp4BlockCandidates {
   }
 };
 
-/// All of work.amax, and of square blocks the same in all rows.
+/// Computes all of work.amax; for square blocks it is equal in all rows.
 HWY_INLINE void look_at_rows(const Fp4Tile& tile, bool square_blocks, Fp4Work& work) {
   const F32 d;
   const I32 di;
@@ -242,7 +243,7 @@ HWY_INLINE void look_at_rows(const Fp4Tile& tile, bool square_blocks, Fp4Work& w
   for (size_t r = 1; r < tile.rows; ++r) std::copy_n(work.amax[0], tile.blocks(), work.amax[r]);
 }
 
-/// Scales and factors of all rows' blocks.
+/// Computes scales and factors of all rows' blocks.
 HWY_INLINE void scale_rows(const Fp4Tile& tile, const Fp4TensorScale& tensor, Fp4Work& work) {
   const F32 d;
   const I32 di;
@@ -257,14 +258,15 @@ HWY_INLINE void scale_rows(const Fp4Tile& tile, const Fp4TensorScale& tensor, Fp
   }
 }
 
-/// The sum of 16 by halves, in place of each.
+/// Sums 16 numbers by halves; each is replaced by the sum.
 HWY_INLINE void sum_by_halves(float* sums) {
   for (size_t half = kFp4Block / 2; half > 0; half /= 2)
     for (size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
   std::fill_n(sums, kFp4Block, sums[0]);
 }
 
-/// The same by four over six: a lane is a row here, as the errors of a block are added one by one.
+/// scale_rows with four over six. A lane is a row, because the errors of a block are added one by
+/// one.
 HWY_INLINE void choose_for_rows(const Fp4Tile& tile, const Fp4TensorScale& tensor,
                                 const Fp4Scaling& scaling, Fp4Work& work) {
   const F32 d;
@@ -304,7 +306,7 @@ HWY_INLINE bool is_chosen_by_rows(const Fp4Scaling& scaling) {
   return scaling.square_blocks && scaling.four_over_six != FourOverSix::off;
 }
 
-/// The codes of row `r` of a tile, packed.
+/// Writes the packed codes of row `r` of a tile.
 template <bool kStochastic>
 HWY_INLINE void quantize_fp4_row(const Fp4Tile& tile, size_t r, const Fp4Scaling& scaling,
                                  size_t padded_cols, Fp4Work& work, uint8_t* HWY_RESTRICT to) {
@@ -341,7 +343,7 @@ HWY_INLINE void add_all_terms(D d, const hn::Vec<D>* x, hn::Vec<D>* sums,
   (add_terms<kI>(d, x[kI], sums, std::make_index_sequence<kFp4Block>()), ...);
 }
 
-/// `hadamard` of each lane's group, from column `c` of the tile on.
+/// `hadamard` of each lane's group, for the columns of the tile from `c` on.
 HWY_NOINLINE void rotate_columns(const Fp4Work& work, size_t c, Vf* HWY_RESTRICT rotated) {
   const F32 d;
   const hn::Half<F32> half;
@@ -365,14 +367,14 @@ HWY_NOINLINE void rotate_columns(const Fp4Work& work, size_t c, Vf* HWY_RESTRICT
   }
 }
 
-/// The numbers that column codes are of, from column `c` of the tile on.
+/// The numbers behind column codes, for the columns of the tile from `c` on: rotated if `rotates`.
 HWY_INLINE void columns_at(const Fp4Work& work, size_t c, bool rotates, Vf* HWY_RESTRICT x) {
   const F32 d;
   if (rotates) return rotate_columns(work, c, x);
   for (size_t i = 0; i < kFp4Block; ++i) x[i] = hn::Load(d, work.x[i] + c);
 }
 
-/// The largest bits of rotated columns that are not NaN.
+/// The largest bits of rotated columns, ignoring NaN.
 HWY_INLINE int32_t rotated_amax(const Fp4Tile& tile, const Fp4Work& work) {
   const I32 di;
   const auto infinity = hn::Set(di, 0x7F800000);
@@ -414,7 +416,7 @@ HWY_INLINE Fp4Blocks column_blocks(const Fp4Work& work, size_t c, const Vf* x,
   return of_rows;
 }
 
-/// Codes and scales of the columns of a tile.
+/// Writes codes and scales of the columns of a tile.
 template <bool kStochastic>
 HWY_INLINE void quantize_fp4_columns(const Fp4Tile& tile, const Fp4Scaling& scaling,
                                      const Fp4TensorScale& tensor, size_t padded_rows,

@@ -8,7 +8,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/nvfp4.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/nvfp4-inl.h"
 
@@ -95,7 +95,7 @@ void quantize(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output c
 }
 
 #else
-// Pairs of vectors need more than one lane; without them the reference is as good.
+// Pairs of vectors need more than one lane. Without them the reference is as fast.
 void quantize(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column, float) {
   nvfp4_quantize_reference(x, scaling, row, column, nullptr);
 }

@@ -1,7 +1,7 @@
-// Several vectors of float32 that take each step together. Included once per Highway target.
+// Packs: several vectors of float32 that take each step together. Included once per Highway target.
 //
-// A long chain of dependent instructions can fill the scheduler of a core before the next vector's
-// chain is seen; with the steps of several vectors side by side the chains overlap.
+// A long chain of dependent instructions can fill a core's scheduler before the next vector's chain
+// begins. If the steps of several vectors are interleaved, their chains overlap.
 
 #if defined(TANDEM_KERNELS_CPU_PACK_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_PACK_INL_H_
@@ -20,10 +20,10 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// Where there are no vectors, a core overlaps the chains of single numbers by itself.
+/// Without vectors, a core overlaps the chains of single numbers by itself.
 constexpr size_t kPackVectors = HWY_TARGET == HWY_SCALAR ? 1 : 4;
 
-/// N vectors of float32. A float converts to the pack that holds it everywhere.
+/// N vectors of float32. A float converts to a pack that holds it in every lane.
 template <size_t N>
 struct Pack {
   using D = hn::ScalableTag<float>;
@@ -37,7 +37,7 @@ struct Pack {
   V v[N];
 };
 
-/// f of each vector of `first` with those at its place in `more`.
+/// Applies f to each vector of `first` and the vectors with equal index in `more`.
 template <class F, size_t N, class... More>
 HWY_INLINE Pack<N> each(F&& f, const Pack<N>& first, const More&... more) {
   Pack<N> result;
@@ -62,22 +62,22 @@ HWY_INLINE Pack<N> operator/(const Pack<N>& a, const Pack<N>& b) {
   return each([](auto x, auto y) TANDEM_INLINE_LAMBDA { return hn::Div(x, y); }, a, b);
 }
 
-/// a * b + c, rounded once where the target has FMA.
+/// a * b + c, rounded once if the target has FMA.
 template <size_t N>
 HWY_INLINE Pack<N> mul_add(const Pack<N>& a, const Pack<N>& b, const Pack<N>& c) {
   return each([](auto x, auto y, auto z) TANDEM_INLINE_LAMBDA { return hn::MulAdd(x, y, z); }, a, b,
               c);
 }
 
-/// a * b - c, likewise.
+/// a * b - c, rounded once if the target has FMA.
 template <size_t N>
 HWY_INLINE Pack<N> mul_sub(const Pack<N>& a, const Pack<N>& b, const Pack<N>& c) {
   return each([](auto x, auto y, auto z) TANDEM_INLINE_LAMBDA { return hn::MulSub(x, y, z); }, a, b,
               c);
 }
 
-// Two vectors of bfloat16 share one register of AVX-512: converting them together takes half the
-// instructions, and conversions are a third of all that an activation does.
+// Two vectors of bfloat16 fit in one register of AVX-512. Converting them together takes half the
+// instructions, and conversions are a third of an activation's instructions.
 #if HWY_TARGET == HWY_AVX3
 constexpr bool kPairsBFloat16 = true;
 using BFloat16Pair = __m512i;
@@ -85,7 +85,7 @@ using BFloat16Pair = __m512i;
 alignas(64) inline constexpr uint16_t kHighWords[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
                                                         23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
                                                         45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-// The words that go to the high halves of the first and the second vector; the low halves are
+// The words that move to the high halves of the first and of the second vector. The low halves are
 // masked out.
 alignas(64) inline constexpr uint16_t kFirstWords[32] = {0, 0,  0, 1,  0, 2,  0, 3,  0, 4, 0,
                                                          5, 0,  6, 0,  7, 0,  8, 0,  9, 0, 10,
@@ -122,8 +122,8 @@ HWY_INLINE void widen_pair(BFloat16Pair pair, Pack<N>& pack, size_t k) {
 constexpr bool kPairsBFloat16 = false;
 #endif
 
-/// Parts of float32 vectors go through masks where there are instructions for that: several times
-/// faster than through memory.
+/// Whether parts of float32 vectors use masked instructions, which are several times faster than
+/// copies through memory.
 template <typename E, typename Part>
 inline constexpr bool kGoesMasked =
     (HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2) && E::kElement == Element::float32 &&
@@ -133,7 +133,7 @@ template <size_t N, typename E>
 inline constexpr bool kGoesInPairs =
     kPairsBFloat16&& N % 2 == 0 && E::kElement == Element::bfloat16;
 
-/// Elements i... of `p` as float32; `part` is Whole, or a count of elements where N is 1.
+/// The elements at `p` as float32. `part` is Whole, or a count of elements if N is 1.
 template <size_t N, typename E, typename Part>
 HWY_INLINE Pack<N> load_pack(E element, const typename E::Stored* p, Part part) {
   const hn::ScalableTag<float> d;
@@ -151,7 +151,7 @@ HWY_INLINE Pack<N> load_pack(E element, const typename E::Stored* p, Part part) 
   return result;
 }
 
-/// Asks for what load_pack<N> would read at `p`, which may lie outside of any object.
+/// Prefetches what load_pack<N> would read at `p`, which may lie outside of any object.
 template <size_t N, typename E>
 HWY_INLINE void prefetch_pack(E, const typename E::Stored* p) {
   constexpr size_t kLine = 64, kLaneBytes = sizeof(typename E::Stored);
@@ -159,7 +159,7 @@ HWY_INLINE void prefetch_pack(E, const typename E::Stored* p) {
   for (size_t b = 0; b < bytes; b += kLine) hwy::Prefetch(p + b / kLaneBytes);
 }
 
-/// Rounded once to the element. A NaN has to be quiet, or exact in the element.
+/// Stores a pack, rounded once to the element. A NaN must be quiet, or exact in the element.
 template <size_t N, typename E, typename Part>
 HWY_INLINE void store_pack(E element, const Pack<N>& pack, typename E::Stored* p, Part part) {
   const hn::ScalableTag<float> d;
@@ -176,7 +176,7 @@ HWY_INLINE void store_pack(E element, const Pack<N>& pack, typename E::Stored* p
   }
 }
 
-/// What load_pack gives after store_pack.
+/// What load_pack returns after store_pack.
 template <size_t N, typename E>
 HWY_INLINE Pack<N> round_pack(E element, const Pack<N>& pack) {
   if constexpr (kGoesInPairs<N, E>) {

@@ -1,4 +1,4 @@
-// What lies behind the numbers of a padded matrix.
+// Padding around the numbers of a matrix.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 
 namespace tandem::kernels::cpu {
 
-/// Zeros what lies behind [rows, cols] of a contiguous matrix; nothing where it is null.
+/// Sets the padding outside of [rows, cols] of a contiguous matrix to zero; does nothing for
+/// nullptr.
 template <typename T>
 void clear_padding(T* matrix, const MatrixShape& shape, size_t rows, size_t cols) {
   if (matrix == nullptr) return;

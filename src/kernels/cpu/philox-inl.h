@@ -17,8 +17,8 @@ namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
 #if HWY_TARGET != HWY_SCALAR
-/// Four random words for the counter in each 64-bit lane and the upper words `upper`. What is above
-/// 32 bits in a lane of the result is rubbish.
+/// Four random words for the counter in each 64-bit lane and the upper words `upper`. The high 32
+/// bits of each result lane are undefined.
 struct PhiloxLanes {
   using V = hn::Vec<hn::ScalableTag<uint64_t>>;
   V c0, c1, c2, c3;
@@ -46,8 +46,8 @@ struct PhiloxLanes {
 };
 #endif
 
-/// Random words of the blocks from `first` on, `count` words at least and at most 2 * HWY_MAX_BYTES
-/// / 4 more.
+/// Fills in the random words of the blocks from `first` on: at least `count` words, and at most 2 *
+/// HWY_MAX_BYTES / 4 more.
 inline void fill_words(uint64_t seed, uint64_t first, size_t count, uint32_t* words,
                        PhiloxUpper upper = {}) {
 #if HWY_TARGET == HWY_SCALAR
@@ -59,8 +59,8 @@ inline void fill_words(uint64_t seed, uint64_t first, size_t count, uint32_t* wo
   const hn::ScalableTag<uint64_t> d;
   const hn::Repartition<uint32_t, decltype(d)> d32;
   const size_t lanes = hn::Lanes(d);
-  // Even lanes take the first half of a group of blocks, odd lanes the second: interleaving pairs
-  // then leaves them in order.
+  // Even lanes take the first half of a group of blocks and odd lanes the second, so that
+  // interleaving pairs leaves them in order.
   const auto number = hn::Iota(d, 0);
   const auto is_odd = hn::Ne(hn::And(number, hn::Set(d, uint64_t{1})), hn::Zero(d));
   const auto within = hn::Add(hn::ShiftRight<1>(number),

@@ -1,4 +1,4 @@
-// Heads of queries and keys, each normed as a row.
+// RMSNorm of the heads of queries and keys, each as a row.
 #include "kernels/qk_norm.h"
 
 #include <cstring>
@@ -9,7 +9,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/qk_norm.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/elementwise-inl.h"
 #include "kernels/cpu/norm-inl.h"
@@ -17,7 +17,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-/// Where a row's heads lie, and what each is multiplied with.
+/// The layout of a row's heads, and the gamma of each.
 struct NormedHeads {
   size_t head_dim, queries, count;
   const float *query_gamma, *key_gamma;
@@ -37,7 +37,7 @@ HWY_INLINE NormedHeads normed_heads(const QkNorm& norm) {
           gamma_of(norm.key_weight, zero_centered, head_dim, buffer + stride)};
 }
 
-/// Columns from `begin` on, those of values.
+/// Copies the columns from `begin` on, which hold values.
 template <typename Stored>
 HWY_INLINE void copy_rest(const Stored* from, size_t begin, size_t cols, Stored* to) {
   if (from != to && begin != cols)
@@ -71,8 +71,8 @@ void qk_norm_forward_target(const QkNorm& norm, kernels::Rows y) {
   });
 }
 
-/// Sums over the heads of a row are made apart, then added to those of the block: float32 adds at
-/// most as many numbers as there are heads, or rows in a block, one behind the other.
+/// The heads of a row are summed first, then their sum is added to the block's. A float32 sum so
+/// has at most as many terms as a row has heads, or a block has rows.
 void qk_norm_backward_target(const QkNorm& norm, ConstRows grad_y, kernels::Rows grad_x,
                              Vector grad_query_weight, Vector grad_key_weight) {
   const ConstRows x = norm.x;

@@ -1,5 +1,5 @@
-// Rows of float32, bfloat16 or float16 to FP8 and back, and their amax. Included once per Highway
-// target; bitwise equal on all of them.
+// Converts rows of float32, bfloat16 or float16 to FP8 and back, and finds their amax. Included
+// once per Highway target; bitwise equal on all of them.
 
 #if defined(TANDEM_KERNELS_CPU_QUANTIZE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_QUANTIZE_INL_H_
@@ -24,14 +24,14 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// What one look at a tensor tells: max |x| over the elements that are not NaN, as bits of the
-/// element without a sign, which order like the values; and whether there is a NaN.
+/// What one pass over a tensor finds: max |x| over the elements that are not NaN, as bits of the
+/// element without a sign, which are ordered like the values; and whether there is a NaN.
 struct Extremes {
   uint32_t amax_bits = 0;
   bool has_nan = false;
 };
 
-/// The maximum of the bits of x without their signs; with kSkipNan, of those elements that are not
+/// The maximum of the bits of x without their signs; with kSkipNan, over the elements that are not
 /// NaN.
 template <bool kSkipNan, typename E>
 HWY_INLINE uint32_t max_magnitude_bits(E, const typename E::Stored* HWY_RESTRICT x, size_t count,
@@ -53,8 +53,8 @@ HWY_INLINE uint32_t max_magnitude_bits(E, const typename E::Stored* HWY_RESTRICT
     if constexpr (kSkipNan) magnitude = hn::IfThenZeroElse(hn::Gt(magnitude, infinity), magnitude);
     return hn::Max(max, magnitude);
   };
-  // Four streams at a time: one alone waits for memory at each page, which hardware does not
-  // prefetch across.
+  // Reads four streams at a time: a single stream waits for memory at each page, because hardware
+  // does not prefetch across pages.
   const size_t quarter = count / (4 * lanes) * lanes;
   auto max0 = hn::Zero(d), max1 = hn::Zero(d);
   for (size_t i = 0; i < quarter; i += lanes) {
@@ -73,7 +73,8 @@ HWY_INLINE uint32_t max_magnitude_bits(E, const typename E::Stored* HWY_RESTRICT
   return static_cast<uint32_t>(*std::max_element(maxima, maxima + lanes));
 }
 
-/// Adds a row to what is known. NaN is told by its bits, because max instructions differ about it.
+/// Adds a row to `extremes`. NaN is detected by its bits, because targets differ in max
+/// instructions.
 template <typename E>
 HWY_INLINE void look_at(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
                         Extremes& extremes) {
@@ -115,20 +116,21 @@ HWY_INLINE float value_of_bits(E element, uint32_t bits) {
   return hn::GetLane(load_first(element, d, &stored, 1));
 }
 
-/// a where the bits of `mask` are set, b elsewhere; one instruction on targets that have it.
+/// a where the bits of `mask` are set, b elsewhere; one instruction on targets that have one.
 template <class V>
 HWY_INLINE V select_bits(V mask, V a, V b) {
   return hn::Xor(hn::And(hn::Xor(a, b), mask), b);
 }
 
-/// The code of every magnitude in the low byte, anything over it. Magnitudes that round to more
-/// than the format's largest value give no code.
+/// The code of every magnitude in the low byte; the other bits are undefined. Magnitudes that round
+/// to more than the format's largest value give no valid code.
 ///
-/// With 2^e the power of two in a magnitude, no less than the smallest normal number, the code is
-/// the steps of a whole mantissa from there to 2^e, plus the magnitude in units of 2^e over a
-/// mantissa's length. Those units are the last bits of the sum with 2^e shifted up by the bits that
-/// are dropped: the adder rounds, and subnormals are no case of their own. What 2^e counts too much
-/// of steps is taken off in the same sum, where it must be even to leave ties alone.
+/// Let 2^e be the power of two in a magnitude, but at least the smallest normal number. The code is
+/// the number of codes from the smallest normal number to 2^e, plus the magnitude in units of 2^e /
+/// 2^mantissa_bits. These units are the last bits of the sum of the magnitude and 2^e times
+/// 2^dropped_bits: the adder rounds, and subnormals need no case of their own. The excess in the
+/// number of codes is subtracted in the same sum, where it must be even so that ties are not
+/// disturbed.
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> magnitude_codes(D d, hn::Vec<D> magnitude) {
   constexpr Fp8Traits kTraits = traits_of(kFormat);
@@ -154,8 +156,8 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp8_codes(D d, hn::Vec<D> v) {
   const auto bits = hn::BitCast(du, v);
   const auto unsigned_bits = hn::BitCast(di, hn::And(bits, hn::Set(du, 0x7FFFFFFFu)));
   const auto is_nan = hn::RebindMask(du, hn::Gt(unsigned_bits, hn::Set(di, 0x7F800000)));
-  // Clamped as integers, which order like the magnitudes and leave no case to the rounding above
-  // the largest value.
+  // Clamped as integers, which are ordered like magnitudes, so that rounding above the largest
+  // value needs no case.
   const auto clamped = hn::Min(unsigned_bits, hn::Set(di, std::bit_cast<int32_t>(kTraits.max)));
   const auto codes = magnitude_codes<kFormat>(d, hn::BitCast(d, clamped));
   const auto magnitude_bits = hn::Set(du, kTraits.nan_code());
@@ -173,7 +175,7 @@ HWY_INLINE bool is_ordinary(float amax, bool has_nan, float quant_scale, Fp8Form
 }
 
 #if HWY_TARGET != HWY_SCALAR
-/// The high 16 bits of two vectors of float32, their signs among them, as they lie in memory.
+/// The high 16 bits of two vectors of float32, with their signs, in the order of memory.
 HWY_INLINE hn::Vec<hn::ScalableTag<uint16_t>> high_words(hn::Vec<hn::ScalableTag<float>> first,
                                                          hn::Vec<hn::ScalableTag<float>> second) {
   const hn::ScalableTag<uint16_t> d16;
@@ -181,8 +183,8 @@ HWY_INLINE hn::Vec<hn::ScalableTag<uint16_t>> high_words(hn::Vec<hn::ScalableTag
 }
 
 /// Two vectors of elements: magnitudes as float32 and, with their signs, the high 16 bits in the
-/// order of memory. Of bfloat16 `first` holds the even elements and `second` the odd ones: each is
-/// a float32 where it stands, and nothing moves between lanes.
+/// order of memory. For bfloat16, `first` holds the even elements and `second` the odd ones: each
+/// is a float32 in its place, and nothing moves between lanes.
 struct ElementPair {
   hn::Vec<hn::ScalableTag<float>> first, second;
   hn::Vec<hn::ScalableTag<uint16_t>> words;
@@ -203,8 +205,7 @@ HWY_INLINE ElementPair load_pair(E element, const typename E::Stored* HWY_RESTRI
   }
 }
 
-/// The low 16 bits of what was computed from the two halves of an ElementPair, in the order of
-/// memory.
+/// The low 16 bits of results from the two halves of an ElementPair, in the order of memory.
 template <typename E, class V>
 HWY_INLINE hn::Vec<hn::ScalableTag<uint16_t>> join_pair(E, V first, V second) {
   const hn::ScalableTag<uint16_t> d16;
@@ -221,8 +222,8 @@ HWY_INLINE void store_bytes(hn::Vec<hn::ScalableTag<uint16_t>> words, uint8_t* H
   hn::StoreU(hn::TruncateTo(d8, words), d8, to);
 }
 
-/// fp8_codes of a pair of ordinary x (see is_ordinary) times factors that are positive: no clamp,
-/// no NaN, and signs joined where a vector holds two elements for one.
+/// fp8_codes of a pair of ordinary x (see is_ordinary) times positive factors: it needs no clamp
+/// and no case for NaN, and joins signs if a vector holds two elements per lane.
 template <Fp8Format kFormat, typename E>
 HWY_INLINE void quantize_ordinary_pair(E element, const ElementPair& x,
                                        hn::Vec<hn::ScalableTag<float>> first_factor,
@@ -236,8 +237,7 @@ HWY_INLINE void quantize_ordinary_pair(E element, const ElementPair& x,
 }
 #endif
 
-/// codes[i] = fp8_from_float(x[i] * quant_scale). `ordinary` as is_ordinary says for the whole
-/// tensor.
+/// codes[i] = fp8_from_float(x[i] * quant_scale). `ordinary`: is_ordinary for the whole tensor.
 template <Fp8Format kFormat, typename E>
 HWY_INLINE void quantize_row(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
                              float quant_scale, [[maybe_unused]] bool ordinary,

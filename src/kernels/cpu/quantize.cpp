@@ -17,11 +17,11 @@
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-/// Elements that stay in the second-level cache from one look to the next.
+/// Elements that stay in the second-level cache between two passes.
 constexpr size_t kPart = 32768;
 
 /// A matrix as pieces of at most `length` adjacent elements: rows, or equal parts of the whole
-/// where no gap lies between rows.
+/// matrix if there are no gaps between rows.
 struct Pieces {
   explicit Pieces(ConstRows x) {
     const bool adjacent = x.stride == x.cols || x.rows == 1;
@@ -30,7 +30,7 @@ struct Pieces {
     elements = x.rows * x.cols;
     count = elements == 0 ? 0 : adjacent ? (elements + kPart - 1) / kPart : x.rows;
   }
-  /// Of piece `i`; the offset in contiguous memory of the same shape is i * length.
+  /// The length of piece `i`. In contiguous memory of that shape it begins at i * length.
   size_t length_of(size_t i) const { return std::min(length, elements - i * length); }
   int64_t grain() const {
     return static_cast<int64_t>(std::max<size_t>(1, kPart / std::max<size_t>(1, length)));
@@ -68,8 +68,8 @@ void quantize_scaled(ConstRows x, Fp8Format format, float amax, bool has_nan, fl
       parallel_for(0, static_cast<int64_t>(pieces.count), pieces.grain(),
                    [&](int64_t first, int64_t last) HWY_ATTR {
                      const ScopedFloatMode mode;
-                     // From the end: what the search for the amax has read last is still in the
-                     // cache.
+                     // From the end, because the search for the amax has just read the end, which
+                     // is still in the cache.
                      for (size_t i = static_cast<size_t>(last); i-- > static_cast<size_t>(first);) {
                        quantize_row<kind()>(element, E::at(x.data, i * pieces.distance),
                                             pieces.length_of(i), quant_scale, ordinary,
@@ -80,8 +80,8 @@ void quantize_scaled(ConstRows x, Fp8Format format, float amax, bool has_nan, fl
   });
 }
 
-/// As amax_of and quantize_scaled in one pass: each part is looked at and, while it is in the
-/// cache, converted.
+/// amax_of and quantize_scaled in one pass: each part is read for the amax and converted while it
+/// is in the cache.
 void quantize_given(ConstRows x, Fp8Format format, float quant_scale, uint8_t* codes, float& amax) {
   const Pieces pieces(x);
   SharedExtremes shared;
@@ -114,8 +114,8 @@ void quantize_given(ConstRows x, Fp8Format format, float quant_scale, uint8_t* c
   });
 }
 
-/// Makes y in blocks of rows that stay in the second-level cache, and calls `body(rows, first,
-/// count, extremes)` for each; returns what all of them add to `extremes`.
+/// Computes y in blocks of rows that stay in the second-level cache, and calls `body(rows, first,
+/// count, extremes)` for each. Returns all `extremes` combined.
 template <typename E, typename Body>
 Extremes for_each_block_made(E, const MadeRows& made, const Body& body) {
   using Stored = typename E::Stored;
@@ -243,7 +243,7 @@ float amax(ConstRows x) {
 
 namespace {
 
-/// The codes of x, whose largest element is known.
+/// The codes of x, whose amax is known.
 void quantize_with_amax(ConstRows x, float largest, bool has_nan, const CurrentScaling& scaling,
                         Fp8Output out) {
   const float quant_scale =

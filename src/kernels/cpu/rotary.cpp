@@ -1,4 +1,4 @@
-// Pairs of features turned by angles, a head at a time.
+// Pairs of features turned by angles, one head at a time.
 #include "kernels/rotary.h"
 
 #include <cstring>
@@ -9,7 +9,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/rotary.cpp"
 #include "hwy/foreach_target.h"
-// Behind foreach_target.h, which includes this file once per target.
+// After foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/elementwise-inl.h"
 
@@ -17,8 +17,8 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// Of one head: (a cos_a - b sin_a, b cos_b + a sin_b). For the inverse the two sines change places
-/// and `sign` is -1.
+/// Turns one head: (a cos_a - b sin_a, b cos_b + a sin_b). For the inverse the two sines are
+/// exchanged and `sign` is -1.
 template <typename E>
 HWY_INLINE void turn_halves(E element, const typename E::Stored* from, const float* cosines,
                             const float* sines, bool inverse, size_t half, typename E::Stored* to) {

@@ -1,4 +1,4 @@
-// Working memory of kernels, kept by each thread for the next call.
+// Working memory of kernels, which each thread keeps for the next call.
 #pragma once
 
 #include <cstddef>
@@ -8,12 +8,12 @@
 
 namespace tandem::kernels::cpu {
 
-/// One buffer per purpose, so that what a caller holds is not overwritten by the part of the work
-/// that its own thread does.
+/// One buffer per purpose: a caller's buffer is not overwritten by its own thread's share of the
+/// work.
 enum class ScratchUse : size_t { parameters, partial_sums, rows, made, made_beside, count };
 
-/// At least `floats` floats, aligned for any vector, of undefined value; valid until the same
-/// thread asks for the same use again.
+/// At least `floats` floats, aligned for any vector, with undefined contents; valid until the
+/// thread's next call with the same `use`.
 inline float* scratch(ScratchUse use, size_t floats) {
   struct Buffer {
     hwy::AlignedFreeUniquePtr<float[]> data;

@@ -1,24 +1,24 @@
-// What rows to come are made of, brought into the cache ahead of time.
+// Prefetching of the rows from which later rows are computed.
 #pragma once
 
 #include "kernels/quantize_made.h"
 
 namespace tandem::kernels::cpu {
 
-/// Starts to bring a line into the second-level cache. The first is left to what is converted
-/// meanwhile.
+/// Starts to bring a line into the second-level cache. The first-level cache is left to the rows
+/// that are being converted.
 inline void fetch_line(const void* line) {
   __builtin_prefetch(line, /*for writing=*/0, /*locality=*/2);
 }
 
-/// Rows [first, end) of the sources of what is made.
+/// Rows [first, end) of the sources of a matrix that is being computed.
 class SourceRows {
  public:
   SourceRows(const MadeRows& made, size_t first, size_t end)
       : made_(made), first_(first), end_(end) {}
 
-  /// Starts to fetch what columns [col, col + cols) of the nth row are made of: the same share of
-  /// each source's row, wherever in it the numbers lie.
+  /// Starts to fetch what columns [col, col + cols) of the nth row are computed from, taken as an
+  /// equal share of each source's row.
   void fetch(size_t n, size_t col, size_t cols) const {
     if (first_ + n >= end_) return;
     constexpr size_t kLine = 64;

@@ -15,8 +15,9 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// The codes of magnitudes below four times the format's largest number, the exponents going on
-/// above that: the upper neighbour where (word >> 8) 2^-24 is below the part of the way to it.
+/// The codes of magnitudes below four times the format's largest number, with exponents that
+/// continue above it. The upper neighbour is chosen if (word >> 8) 2^-24 is below the fraction of
+/// the distance to it.
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> stochastic_codes(
     D d, hn::Vec<D> magnitude, hn::Vec<hn::RebindToUnsigned<D>> word) {
@@ -26,7 +27,7 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> stochastic_codes(
   const auto min_normal = hn::Set(di, static_cast<int32_t>(kTraits.min_normal_bits()));
   const auto power =
       hn::Max(hn::And(hn::BitCast(di, magnitude), hn::Set(di, 0x7F800000)), min_normal);
-  // 2^mantissa_bits / power: exact, and so is what it makes of the magnitude.
+  // 2^mantissa_bits / power. It is exact, and so is its product with the magnitude.
   const auto per_step =
       hn::BitCast(d, hn::Sub(hn::Set(di, (254 + kTraits.mantissa_bits) << 23), power));
   const auto steps = hn::Mul(magnitude, per_step);
