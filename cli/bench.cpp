@@ -30,8 +30,8 @@ constexpr const char* kBenchExamples =
     "                                                      both directions, against a copy";
 
 constexpr double kRoundSeconds = 2e-3;  // a call shorter than this is repeated within a round
-constexpr const char* kQuantizers = "quantizers";  // in the place of a pipeline
-constexpr int64_t kQuantizedWidth = 1024;          // where no --width says
+constexpr const char* kQuantizers = "quantizers";  // instead of a pipeline
+constexpr int64_t kQuantizedWidth = 1024;          // without --width
 constexpr double kTwice = 3;  // forward, grad_input and grad_weight: three products
 
 struct BenchArguments {

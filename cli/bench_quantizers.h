@@ -9,12 +9,12 @@
 
 namespace tandem::cli {
 
-/// Median seconds of each call.
+/// Returns the median seconds of each call.
 using Measure = std::function<std::vector<double>(const std::vector<std::function<void()>>&)>;
 
-/// Times each quantizer that a recipe has for inputs, weights or gradients, on random numbers
-/// [rows, width], codes of both directions in one call: a table, or JSON. Bytes are those read once
-/// and written once; what they are compared with is a copy of the numbers.
+/// Times each quantizer that a recipe uses for inputs, weights or gradients, on random numbers
+/// [rows, width], with codes of both directions in one call. Returns a table, or JSON. Bytes are
+/// the bytes read once and written once; times are compared with a copy of the numbers.
 std::string bench_quantizers(int64_t rows, int64_t width, at::ScalarType dtype, bool json,
                              const Measure& measure);
 

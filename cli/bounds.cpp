@@ -10,7 +10,7 @@ namespace tandem::cli {
 
 namespace {
 
-/// Whether all of `text` is one number in [least, most]; what overflows T is none.
+/// Whether all of `text` is one number in [least, most]. A number that overflows T is not.
 template <typename T>
 bool is_number_within(std::string_view text, T least, T most) {
   T value{};

@@ -8,7 +8,7 @@
 
 namespace tandem::cli {
 
-/// A whole number; `minus_one` is allowed besides, where it stands for "what is left".
+/// A whole number. `minus_one` allows -1 too, which stands for "what is left".
 struct Whole {
   int64_t least, most;
   bool minus_one = false;
@@ -30,14 +30,14 @@ struct Text {
   bool may_be_empty = true;
 };
 
-/// What a value may be: the one definition for the command line, the arguments of ops and the
-/// values that a checkpoint holds.
+/// The values that are allowed: one definition for the command line, the arguments of ops and the
+/// values in a checkpoint.
 using Bounds = std::variant<Whole, Real, Choice, Text>;
 
-/// In words, after "to be": "a whole number from 1 to 1000".
+/// The bounds in words that continue "to be": "a whole number from 1 to 1000".
 std::string expected(const Bounds& bounds);
 
-/// Whether all of `text` is such a value.
+/// Whether all of `text` is an allowed value.
 bool allows(const Bounds& bounds, std::string_view text);
 
 }  // namespace tandem::cli

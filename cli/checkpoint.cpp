@@ -17,8 +17,8 @@ constexpr const char* kWithoutChecksum = "\"tandem train checkpoint 1\"";
 constexpr const char* kPrefix = "checkpoint-";
 constexpr const char* kSuffix = ".safetensors";
 
-/// Where the document holds its own checksum: a key of the outermost object, indented by one. It
-/// cannot be part of a string, which holds no newline.
+/// The document's key of its own checksum: a key of the outermost object, indented by one. It
+/// cannot occur in a string, because JSON strings contain no newline.
 constexpr const char* kChecksum = "fnv1a64";
 constexpr std::string_view kChecksumKey = "\n \"fnv1a64\": \"";
 
@@ -29,7 +29,7 @@ constexpr std::string_view kChecksumKey = "\n \"fnv1a64\": \"";
       ". Restore the file from a copy, or move it away and start again without --resume.");
 }
 
-/// Position of the first digit of the checksum in `text`, or npos.
+/// The position of the checksum's first digit in `text`, or npos.
 size_t checksum_position(std::string_view text) {
   const size_t key = text.find(kChecksumKey);
   if (key == std::string_view::npos) return key;
@@ -38,7 +38,7 @@ size_t checksum_position(std::string_view text) {
   return whole ? position : std::string_view::npos;
 }
 
-/// Checksum of every byte of `text`, with zeros for the digits at `position`.
+/// The checksum of `text`, with the digits at `position` taken as zeros.
 std::string checksum_without(std::string_view text, size_t position) {
   Checksum checksum;
   checksum.add(text.substr(0, position));
@@ -51,7 +51,7 @@ std::string checksum_without(std::string_view text, size_t position) {
 
 void save_checkpoint(OutFolder& out, const std::string& tag, const json& state,
                      const NamedTensors& tensors) {
-  std::string name = kPrefix + tag + kSuffix;  // never the file that the present JSON names
+  std::string name = kPrefix + tag + kSuffix;  // never the file that the current JSON names
   for (int again = 2; fs::exists(fs::symlink_status(out.path() / name)); ++again)
     name = kPrefix + tag + "-" + std::to_string(again) + kSuffix;
   AtomicFile data = out.begin(name);

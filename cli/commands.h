@@ -4,7 +4,7 @@
 
 namespace tandem::cli {
 
-/// Each adds one command with its options to `app`; parsing it sets `action`.
+/// Each function adds one command with its options to `app`; parsing the command sets `action`.
 void add_train(CLI::App& app, Action& action);
 void add_explain(CLI::App& app, Action& action);
 void add_verify(CLI::App& app, Action& action);

@@ -23,7 +23,7 @@ namespace {
 
 using nlohmann::json;
 
-/// One thing that is there or not, and what to do about it.
+/// A fact about the machine: whether it is as it should be, and what to do if not.
 struct Finding {
   std::string name, value;
   bool good = true;
@@ -34,8 +34,8 @@ void to_json(json& to, const Finding& from) {
   to = {{"name", from.name}, {"value", from.value}, {"good", from.good}, {"remedy", from.remedy}};
 }
 
-/// The version of the libtorch that runs, out of its build description; the headers know only what
-/// we were built with.
+/// The version of the running libtorch, from its build description. The headers have only the
+/// version that Tandem was built with.
 std::string running_torch() {
   const std::string config = at::show_config(), key = "TORCH_VERSION=";
   const size_t found = config.find(key);

@@ -5,11 +5,11 @@
 namespace tandem::cli {
 
 inline constexpr int kExitOk = 0;
-/// `tandem verify` found one, or something broke inside.
+/// `tandem verify` found a difference, or an internal error occurred.
 inline constexpr int kExitFailure = 1;
-/// a UserError was printed.
+/// A UserError was printed.
 inline constexpr int kExitUserError = 2;
-/// Ctrl-C, SIGTERM or SIGHUP, after saving.
+/// Ctrl-C, SIGTERM or SIGHUP ended the program after it saved.
 inline constexpr int kExitInterrupted = 130;
 
 /// A mistake of the user, as one line: "expected <what>, got <value>. <what to do>."

@@ -28,8 +28,8 @@ constexpr std::string_view kTemporarySuffix = ".tandem-tmp";
 constexpr size_t kTemporaryDigits = 8;
 constexpr const char* kFreeSpace = "Free some space or choose another folder.";
 
-/// ".tandem.1f0c3a9e.tandem-tmp": never the name of another process' temporary file, and short
-/// enough beside every file.
+/// A name such as ".tandem.1f0c3a9e.tandem-tmp": different from another process' temporary files,
+/// and short enough beside every file.
 std::string temporary_name(const std::string& owner) {
   std::random_device random;
   return "." + owner + format(".%08x", random()) + std::string(kTemporarySuffix);
@@ -52,17 +52,17 @@ struct Descriptor {
                   " (" + reason + "). " + remedy);
 }
 
-/// Whether `link` is one of the kernel's, as /proc/self/fd/1 is: it leads to a file that is open,
-/// and the name that it shows is only where that file was found.
+/// Whether `link` is one of the kernel's, such as /proc/self/fd/1. It leads to an open file, and
+/// the name that it shows is only where that file was found.
 bool is_of_the_kernel(const fs::path& link) {
   struct statfs system {};
   return ::statfs(link.has_parent_path() ? link.parent_path().c_str() : ".", &system) == 0 &&
          system.f_type == PROC_SUPER_MAGIC;
 }
 
-/// Where `path` leads to through symbolic links with names behind them, be it there or not.
+/// The path that `path` leads to through symbolic links, whether it exists or not.
 fs::path behind_links(const fs::path& path) {
-  constexpr int kMost = 40;  // as many as Linux follows
+  constexpr int kMost = 40;  // the limit of Linux
   std::error_code error;
   fs::path target = path;
   for (int links = 0; fs::is_symlink(fs::symlink_status(target, error)); ++links) {
@@ -70,13 +70,13 @@ fs::path behind_links(const fs::path& path) {
     if (is_of_the_kernel(target)) break;
     const fs::path next = fs::read_symlink(target, error);
     if (error) refuse_writing("written", path, error.message());
-    target = target.parent_path() / next;  // `next` alone where it begins at the root
+    target = target.parent_path() / next;  // `next` alone if it is absolute
   }
   return target;
 }
 
-/// The file that is there, as it is open to write behind what it holds. Where this process has it
-/// open already, that descriptor's copy, which keeps the place that others write at.
+/// Opens an existing file for appending. If this process has it open already, returns a copy of
+/// that descriptor, which shares its position with other writers.
 int open_to_append(const fs::path& target) {
   std::error_code error;
   const std::string name = target.filename().string();
@@ -186,7 +186,7 @@ void AtomicFile::commit() {
   temporary_.clear();
   const fs::path folder = path_.has_parent_path() ? path_.parent_path() : ".";
   const Descriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // Makes the rename durable; a file system without that is no error.
+  // fsync makes the rename durable. On a file system without it, that is no error.
   if (opened.number >= 0) ::fsync(opened.number);
 }
 
@@ -225,7 +225,7 @@ std::string read_file(const fs::path& path, std::string_view expected, std::stri
     throw UserError("expected " + std::string(expected) + ", got " + path.string() + " (" + reason +
                     "). " + std::string(remedy));
   };
-  // A pipe without a writer would be waited for.
+  // Without O_NONBLOCK, opening a pipe would wait for a writer.
   const int waiting = source == Source::file ? O_NONBLOCK : 0;
   const Descriptor opened(::open(path.c_str(), O_RDONLY | O_CLOEXEC | waiting));
   struct stat status {};
@@ -238,7 +238,7 @@ std::string read_file(const fs::path& path, std::string_view expected, std::stri
   std::string content;
   size_t filled = 0;
   try {
-    content.resize(std::max(known + 1, kLeast));  // one more, so that the end is seen at once
+    content.resize(std::max(known + 1, kLeast));  // one more byte, to detect the end at once
     while (true) {
       if (filled == content.size()) content.resize(2 * content.size());
       const ssize_t got = ::read(opened.number, content.data() + filled, content.size() - filled);

@@ -9,7 +9,8 @@
 
 namespace tandem::cli {
 
-/// FNV-1a, 64 bits: finds damage, keeps no secrets. One changed byte always changes it.
+/// FNV-1a with 64 bits. It finds damage and is not cryptographic. One changed byte always changes
+/// it.
 class Checksum {
  public:
   static constexpr size_t kDigits = 16;
@@ -18,7 +19,7 @@ class Checksum {
   std::string hex() const;
   bool operator==(const Checksum&) const = default;
 
-  /// Whether `text` is what `hex` may return, and the checksum that returns it.
+  /// Whether `text` is a result of `hex`, and the checksum with that result.
   static bool is_hex(std::string_view text);
   static Checksum of_hex(const std::string& text);
 
@@ -26,7 +27,7 @@ class Checksum {
   uint64_t state_ = 0xcbf29ce484222325ULL;
 };
 
-/// What tells the content of a file from others.
+/// Size and checksum of a file's content, by which contents are compared.
 struct FileDigest {
   int64_t bytes = 0;
   Checksum checksum;
@@ -35,41 +36,42 @@ struct FileDigest {
   bool operator==(const FileDigest&) const = default;
 };
 
-/// The digest of what the file `path` holds; nothing where it cannot be read.
+/// The digest of the file `path`; nullopt if it cannot be read.
 std::optional<FileDigest> digest_of_file(const std::filesystem::path& path);
 
-/// Writes all of `bytes` to an open file, however often write(2) takes a part, is interrupted, or
-/// finds a pipe full that its reader made non-blocking. Returns false with errno set when it fails.
+/// Writes all of `bytes` to an open file, even if write(2) writes a part, is interrupted, or finds
+/// a full pipe that its reader made non-blocking. Returns false and sets errno if it fails.
 bool write_all(int descriptor, std::string_view bytes);
 
-/// Writes `path` so that a crash leaves the old content or the new, never a part: a temporary file
-/// beside it with a name of its own, fsync, rename, fsync of the folder. Without `commit` nothing
-/// changes, and the temporary file is removed. What is replaced gives its permissions; another hard
-/// link to it keeps the old content.
+/// Writes `path` so that a crash leaves either the old or the new content: a temporary file beside
+/// it with a unique name, fsync, rename, fsync of the folder. Without `commit` nothing changes, and
+/// the temporary file is removed. The new file keeps the permissions of the replaced one; other
+/// hard links to that keep the old content.
 ///
-/// Throws: UserError when the disk refuses (test test_unwritable_out_folder).
+/// Throws: UserError if the file cannot be written (test test_unwritable_out_folder).
 class AtomicFile {
  public:
-  /// `owner`: part of the temporary file's name, by which it can be told when it is left.
+  /// `owner`: a part of the temporary file's name, by which a file that was left behind is
+  /// recognized.
   explicit AtomicFile(std::filesystem::path path, const std::string& owner = "tandem");
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(std::string_view bytes);
-  /// What was written is on the disk, and nothing more can be written.
+  /// Ensures that everything written is on the disk. Nothing more can be written.
   void flush();
-  /// Flushes, and gives the file its name.
+  /// Flushes, and renames the file to its final name.
   void commit();
 
   const std::filesystem::path& path() const { return path_; }
-  /// Of what was written.
+  /// The digest of what was written.
   const FileDigest& digest() const { return digest_; }
 
  private:
   [[noreturn]] void fail(const char* doing) const;
 
-  /// temporary_ is empty once it is gone.
+  /// temporary_ is empty once the temporary file is gone.
   std::filesystem::path path_, temporary_;
   FileDigest digest_;
   int descriptor_ = -1;
@@ -78,28 +80,29 @@ class AtomicFile {
 /// Whether a temporary file of an AtomicFile with this `owner` may have this name.
 bool is_temporary_of(const std::string& owner, std::string_view name);
 
-/// Writes a file that the user names: what is there is replaced atomically where it is a regular
-/// file, and written to where it is a device or a pipe. A symbolic link stays: the file that it
-/// leads to is written, and made where it is not there. A file that is open, as /dev/stdout and
-/// /dev/fd/3 name one, is written behind what was written to it.
+/// Writes a file that the user names. A regular file is replaced atomically; a device or a pipe is
+/// written to. A symbolic link stays: the file that it leads to is written, and created if it does
+/// not exist. If the name refers to an open file, such as /dev/stdout or /dev/fd/3, the content is
+/// appended to it.
 ///
-/// Throws: UserError when it cannot be written (tests test_explain_output,
+/// Throws: UserError if it cannot be written (tests test_explain_output,
 ///         test_explain_output_through_links_to_nothing, test_explain_output_to_a_protected_file).
 void write_file(const std::filesystem::path& path, std::string_view content);
 
-/// What may be read: `file` refuses what is no regular file.
+/// What read_file may read: `file` refuses everything but regular files.
 enum class Source { any, file };
 
-/// The whole file. `expected` and `remedy` complete the error: "expected <expected>, got <path>
-/// (<reason>). <remedy>".
+/// Returns the whole file. `expected` and `remedy` complete the error: "expected <expected>, got
+/// <path> (<reason>). <remedy>".
 ///
-/// Throws: UserError when it cannot be read to its end, also for lack of memory (tests
-/// test_text_errors, test_text_that_does_not_fit_in_memory, test_checkpoint_that_is_no_file).
+/// Throws: UserError if it cannot be read to its end, also for lack of memory (tests
+///         test_text_errors, test_text_that_does_not_fit_in_memory,
+///         test_checkpoint_that_is_no_file).
 std::string read_file(const std::filesystem::path& path, std::string_view expected,
                       std::string_view remedy, Source source = Source::file);
 
-/// `text` as JSON; discarded where it is none. What lies deeper than in any file of ours is
-/// dropped: copying or printing it would take a stack as deep.
+/// `text` as JSON; a discarded value if it is none. Values that are nested deeper than in any file
+/// of Tandem are dropped, because copying or printing them would overflow the stack.
 nlohmann::json parse_document(std::string_view text);
 
 }  // namespace tandem::cli

@@ -11,7 +11,7 @@
 
 namespace tandem::cli {
 
-/// What computes all but the embedding.
+/// Which modules compute everything except the embedding.
 enum class Modules { plain, tandem };
 
 /// A byte-level transformer: pre-norm, rotary positions, causal attention, SwiGLU.
@@ -24,17 +24,17 @@ class Gpt {
   Gpt(const GptConfig& config, Modules modules, at::ScalarType dtype);
 
   at::Tensor forward(const at::Tensor& bytes);
-  /// Same names, order and shapes whatever the modules are.
+  /// Names, order and shapes do not depend on the modules.
   const NamedTensors& parameters() const { return parameters_; }
-  /// The state of the recipe: none before the first call under one that has any.
+  /// The state of the recipe; empty before the first call under a recipe that has state.
   NamedTensors buffers() const;
-  /// Normal(0, 0.02) for matrices, less for those that add to the residual stream; ones for norms,
-  /// zeros for biases.
+  /// Normal(0, 0.02) for matrices, less for matrices that add to the residual stream; ones for
+  /// norms, zeros for biases.
   void initialize(int64_t seed);
   std::string plan_svg() { return layers_.front()->plan_svg(); }
-  /// Has all products tell what quantizing does to their operands, or none.
+  /// Makes all products report what quantizing loses, or stops that.
   void watch(bool on);
-  /// The product that a pipeline's number and a place in it mean: "layers.0.qkv".
+  /// The name of the product behind a pipeline's number and an index in it: "layers.0.qkv".
   std::string product_at(int64_t pipeline, size_t op) const;
 
  private:
@@ -44,10 +44,11 @@ class Gpt {
   NamedTensors parameters_;
 };
 
-/// Mean cross entropy of `targets` under `logits`, in nats; a scalar.
+/// The mean cross entropy of `targets` under `logits`, in nats; a scalar.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets);
 
-/// `prompt` continued by `length` bytes drawn from what `forward` makes of the last `context`.
+/// `prompt` followed by `length` bytes, each drawn from the logits that `forward` returns for the
+/// last `context` bytes.
 std::string generate(const std::function<at::Tensor(const at::Tensor&)>& forward,
                      const std::string& prompt, int64_t length, int64_t context, int64_t seed);
 

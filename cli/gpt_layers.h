@@ -16,27 +16,27 @@ inline constexpr double kNormEps = 1e-5, kRotaryBase = 10000;
 struct GptConfig {
   int64_t layers, hidden, heads, context;
 
-  /// Width of the MLP: 8/3 of hidden, so that its three matrices hold what two of 4 * hidden would;
-  /// a multiple of 32.
+  /// Width of the MLP: 8/3 of hidden, rounded up to a multiple of 32. Its three matrices are then
+  /// as large as two of 4 * hidden.
   int64_t inner() const { return (8 * hidden / 3 + 31) / 32 * 32; }
 };
 
-/// x and y [batch, length, hidden].
+/// A layer from x to y, both [batch, length, hidden].
 class GptLayer {
  public:
   virtual ~GptLayer() = default;
   virtual at::Tensor forward(const at::Tensor& x) = 0;
-  /// The same names, order and shapes for every implementation.
+  /// Names, order and shapes are equal for all implementations.
   virtual NamedTensors parameters() = 0;
-  /// The state of the recipe, made by the first call under one that has any.
+  /// The state of the recipe, created by the first call under a recipe that has state.
   virtual NamedTensors buffers() { return {}; }
-  /// What it runs as, drawn; empty without a plan.
+  /// A picture of the plan; empty without a plan.
   virtual std::string plan_svg() { return {}; }
-  /// Has its pipeline tell what quantizing does, under this number; 0: not.
+  /// Makes the pipeline report what quantizing loses, under this number; 0 stops that.
   virtual void watch(int64_t /*number*/) {}
 };
 
-/// What turns the last layer's output into 256 logits.
+/// Computes 256 logits from the last layer's output.
 class GptHead {
  public:
   virtual ~GptHead() = default;
@@ -46,14 +46,14 @@ class GptHead {
   virtual void watch(int64_t /*number*/) {}
 };
 
-/// The product at a place of the pipeline that a layer is: "qkv".
+/// The name of the product at an index in a layer's pipeline: "qkv".
 std::string product_of_layer(size_t op);
 
-/// On libtorch's own modules and functions.
+/// Implementations by libtorch's own modules and functions.
 std::unique_ptr<GptLayer> make_plain_layer(const GptConfig& config, at::ScalarType dtype);
 std::unique_ptr<GptHead> make_plain_head(const GptConfig& config, at::ScalarType dtype);
 
-/// On Tandem pipelines.
+/// Implementations by Tandem pipelines.
 std::unique_ptr<GptLayer> make_tandem_layer(const GptConfig& config, at::ScalarType dtype);
 std::unique_ptr<GptHead> make_tandem_head(const GptConfig& config, at::ScalarType dtype);
 

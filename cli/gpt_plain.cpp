@@ -70,7 +70,7 @@ class PlainLayer final : public GptLayer {
     return at::rms_norm(x, weight.sizes(), weight, kNormEps);
   }
 
-  /// Each pair (x[i], x[i + width / 2]) turned by its position's angle. x [.., length, width].
+  /// Turns each pair (x[i], x[i + width / 2]) by its position's angle. x [.., length, width].
   at::Tensor rotate(const at::Tensor& x) const {
     const int64_t length = x.size(-2);
     const std::vector<at::Tensor> halves = x.chunk(2, -1);

@@ -8,7 +8,8 @@ namespace {
 
 using Ops = std::vector<Op>;
 
-/// `names` given to the pipeline's parameters, which it calls by the place of their op: "1.weight".
+/// Gives the pipeline's parameters these names. The pipeline names them by the index of their op:
+/// "1.weight".
 NamedTensors renamed(const Sequential& pipeline,
                      std::initializer_list<std::pair<const char*, const char*>> names) {
   const auto parameters = pipeline->named_parameters();
@@ -33,7 +34,7 @@ Ops ops_of_layer(const GptConfig& config) {
   return {fork("x"), ops::rms_norm(hidden, {.eps = kNormEps}), ops::linear(hidden, 3 * hidden),
           ops::rotary({.num_heads = heads, .head_dim = width, .base = kRotaryBase}),
           ops::attention({.num_heads = heads, .head_dim = width, .causal = true}),
-          // Attention keeps its result for its own backward.
+          // Attention keeps this result for its own backward anyway.
           ops::linear(hidden, hidden, {.save_original_input = true}),
           ops::add_extra_input({.channel = "x"}), fork("attended"),
           ops::rms_norm(hidden, {.eps = kNormEps}), ops::linear(hidden, 2 * config.inner()),
@@ -92,7 +93,7 @@ class TandemHead final : public GptHead {
 }  // namespace
 
 std::string product_of_layer(size_t op) {
-  // The basic ops in front of each product; a product with a bias is two.
+  // The basic ops before each product. A product with a bias is two basic ops.
   constexpr size_t kProjection = 6, kUp = 11, kDown = 14;
   return op < kProjection ? "qkv" : op < kUp ? "projection" : op < kDown ? "up" : "down";
 }

@@ -9,16 +9,17 @@
 
 namespace tandem::cli {
 
-/// Collects what quantizing does to the tensors of a run (quantization/inspection.h), under the
-/// names of their products, and tells of the first step in which one saturates or is not finite.
+/// Collects what quantizing loses in the tensors of a run (quantization/inspection.h), under the
+/// names of their products. Prints a warning at the first step in which a tensor saturates or is
+/// not finite.
 class Inspection {
  public:
-  /// Takes what was quantized since the last time. `name(pipeline, op)`: of the product.
+  /// Takes the records since the last call. `name(pipeline, op)`: the name of the product.
   void take(const std::string& run, int64_t step, bool quiet,
             const std::function<std::string(int64_t pipeline, size_t op)>& name);
 
-  /// Rows with "run", "step", "tensor", "signal_to_noise" (null where nothing is lost) and what
-  /// else is measured.
+  /// Rows with "run", "step", "tensor", "signal_to_noise" (null if nothing is lost) and the other
+  /// measurements.
   const nlohmann::json& rows() const { return rows_; }
   void set_rows(nlohmann::json rows) { rows_ = std::move(rows); }
 
@@ -29,8 +30,8 @@ class Inspection {
   std::set<std::pair<std::string, std::string>> told_;
 };
 
-/// For each run and tensor how far the signal is above the noise, step by step; red where numbers
-/// saturate.
+/// A picture for each run and tensor: the signal-to-noise ratio over the steps, in red where
+/// numbers saturate.
 std::string inspection_svg(const nlohmann::json& rows);
 
 }  // namespace tandem::cli

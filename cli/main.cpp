@@ -36,7 +36,7 @@ constexpr const char* kFooter =
     "functions\n\n"
     "Each command has its own help: tandem train --help";
 
-/// "tandem train" once a command is known, else "tandem".
+/// The name of the command: "tandem train" once it is known, else "tandem".
 std::string speaker(const CLI::App& app) {
   const std::vector<CLI::App*> chosen = app.get_subcommands();
   return chosen.empty() ? "tandem" : "tandem " + chosen.front()->get_name();
@@ -49,8 +49,8 @@ std::vector<std::string> command_names(const CLI::App& app) {
   return names;
 }
 
-/// Checks the first word ourselves: it is where people slip, and the parser would only call it
-/// unexpected.
+/// Checks the first word before the parser does: mistakes are most frequent there, and the parser
+/// would only call it unexpected.
 void check_command(const CLI::App& app, int argc, char** argv) {
   if (argc < 2 || argv[1][0] == '-') return;
   const std::vector<std::string> names = command_names(app);
@@ -60,7 +60,7 @@ void check_command(const CLI::App& app, int argc, char** argv) {
                   (near.empty() ? "See tandem --help." : "Did you mean tandem " + near + "?"));
 }
 
-/// The parser's own complaint in our words: "expected ..., got .... <what to do>."
+/// The parser's error in Tandem's form: "expected ..., got .... <what to do>."
 std::string rephrase(const CLI::App& app, const CLI::ParseError& error) {
   const std::string help = " See " + speaker(app) + " --help.";
   if (dynamic_cast<const CLI::ExtrasError*>(&error)) {
@@ -70,14 +70,14 @@ std::string rephrase(const CLI::App& app, const CLI::ParseError& error) {
   return "expected a complete command line, got: " + std::string(error.what()) + "." + help;
 }
 
-/// What a pipeline says about shapes, dtypes and devices it was given.
+/// Whether an error is what a pipeline says about wrong shapes, dtypes or devices.
 bool is_user_mistake(const c10::Error& error) {
   return dynamic_cast<const c10::ValueError*>(&error) ||
          dynamic_cast<const c10::TypeError*>(&error) ||
          dynamic_cast<const c10::NotImplementedError*>(&error);
 }
 
-/// Help or the version, which CLI11 treats as errors that exit with 0.
+/// Prints help or the version, which CLI11 treats as errors that exit with 0.
 int print_help(const CLI::App& app, const CLI::ParseError& help) {
   std::ostringstream text, none;
   app.exit(help, text, none);

@@ -14,7 +14,7 @@ namespace tandem::cli {
 
 namespace {
 
-/// Bytes by storage, while a count is under way.
+/// The bytes of each storage during a count.
 std::unordered_map<const void*, int64_t>* counted = nullptr;
 
 struct CountingHooks final : torch::autograd::SavedVariableHooks {
@@ -30,7 +30,7 @@ struct CountingHooks final : torch::autograd::SavedVariableHooks {
   at::Tensor kept;
 };
 
-/// The autograd engine is where C++ can put hooks on every tensor that is saved.
+/// In C++, only the autograd engine can hook every tensor that is saved.
 struct CountingEngine final : torch::autograd::Engine {
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     return std::make_unique<CountingHooks>();
@@ -39,11 +39,11 @@ struct CountingEngine final : torch::autograd::Engine {
 
 torch::autograd::Engine& counting_engine() {
   static auto& engine =
-      *new CountingEngine;  // never ends: the engine's destructor expects to be the only one
+      *new CountingEngine;  // never destroyed: its destructor expects to be the only engine's
   return engine;
 }
 
-/// A "VmHWM:   1234 kB" line of /proc/self/status, in bytes.
+/// The bytes of a line such as "VmHWM:   1234 kB" in /proc/self/status.
 int64_t status_bytes(const std::string& field) {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
@@ -74,7 +74,7 @@ int64_t saved_for_backward_bytes(const std::function<void()>& forward,
 }
 
 void PeakMemory::start() {
-  empty_cache();  // what earlier work freed is not ours
+  empty_cache();  // memory that earlier work freed does not count
   ::malloc_trim(0);
   std::ofstream("/proc/self/clear_refs") << "5";
   before_ = status_bytes("VmRSS");

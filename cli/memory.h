@@ -5,15 +5,15 @@
 
 namespace tandem::cli {
 
-/// Bytes that `forward` hands to autograd to keep until backward: each storage once, storages in
-/// `leave_out` not at all.
+/// The bytes that `forward` makes autograd keep for backward. Each storage counts once; storages
+/// for which `leave_out` holds do not count.
 int64_t saved_for_backward_bytes(const std::function<void()>& forward,
                                  const std::function<bool(const void*)>& leave_out);
 
-/// The most memory this process holds at any time after `start`, beyond what it held then.
+/// The largest memory of this process after `start`, minus its memory at `start`.
 ///
-/// Reads VmHWM of /proc/self/status, which `start` resets through /proc/self/clear_refs where the
-/// system permits; otherwise only a growth beyond all that came before is seen.
+/// Reads VmHWM from /proc/self/status, which `start` resets through /proc/self/clear_refs if the
+/// system permits. Otherwise only growth beyond the earlier maximum is seen.
 class PeakMemory {
  public:
   void start();

@@ -9,7 +9,7 @@ namespace tandem::cli {
 
 namespace {
 
-/// What help shows for the value.
+/// The type of a value as help shows it.
 std::string type_name(const Bounds& bounds) {
   if (const auto* choice = std::get_if<Choice>(&bounds)) return join(choice->words, "|");
   if (const auto* text = std::get_if<Text>(&bounds)) return text->what;

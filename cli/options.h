@@ -13,16 +13,16 @@ class App;
 
 namespace tandem::cli {
 
-/// What to run once the command line is parsed; returns the exit status.
+/// What to run after the command line is parsed; returns the exit status.
 using Action = std::function<int()>;
 
-/// Adds a command; parsing it makes `run` the action.
+/// Adds a command. Parsing it makes `run` the action.
 CLI::App& add_command(CLI::App& tandem, const std::string& name, const std::string& description,
                       const std::string& footer, Action& action, Action run);
 
-/// Options whose value is checked against its bounds before it is converted; a bad one throws
-/// UserError with the option, what it takes, what it got and where to look (test
-/// test_option_errors). Only options.cpp and main.cpp see CLI11, which takes seconds to parse.
+/// Adds an option whose value is checked against its bounds before it is converted. A bad value
+/// throws UserError with the option, what it takes, what it got and where to look (test
+/// test_option_errors). Only options.cpp and main.cpp include CLI11, which takes seconds to parse.
 void add_option(CLI::App& app, const std::string& name, int64_t& value, const Bounds& bounds,
                 const std::string& help, const std::string& group = {});
 void add_option(CLI::App& app, const std::string& name, double& value, const Bounds& bounds,
@@ -31,11 +31,11 @@ void add_option(CLI::App& app, const std::string& name, std::string& value, cons
                 const std::string& help, const std::string& group = {});
 void add_flag(CLI::App& app, const std::string& name, const std::function<void()>& set,
               const std::string& help, const std::string& group = {});
-/// All words that are no options: at least one.
+/// Takes all words that are no options, at least one.
 void add_words(CLI::App& app, const std::string& name, std::vector<std::string>& words,
                const std::string& help);
 
-/// Long names, without dashes, of the options that the command line gives.
+/// The long names, without dashes, of the options on the command line.
 std::vector<std::string> given_options(const CLI::App& app);
 
 }  // namespace tandem::cli

@@ -31,7 +31,7 @@ constexpr const char* kList = "tandem-files.json";
 constexpr const char* kFilesFormat = "tandem train files 2";
 constexpr size_t kOwnerDigits = 16;
 constexpr std::string_view kLockMark = "lock of tandem train\n";
-/// Written at once and never shorter than before.
+/// The lock's size: it is written at once and never gets shorter.
 constexpr size_t kLockBytes = 512;
 
 [[noreturn]] void refuse_folder(const std::string& expected, const fs::path& folder,
@@ -47,7 +47,7 @@ constexpr size_t kLockBytes = 512;
       path.string() + " (" + reason + "). Move it away, or pass another folder with --out.");
 }
 
-/// What stands at `path` if it is not a regular file; links are not followed.
+/// What is at `path` if it is not a regular file; links are not followed.
 std::optional<std::string> oddity(const fs::path& path) {
   std::error_code error;
   const fs::file_status status = fs::symlink_status(path, error);
@@ -63,7 +63,7 @@ json json_of(const std::vector<FileDigest>& contents) {
   return list;
 }
 
-/// What `json_of` made of it, or nothing.
+/// The contents that `json_of` has written; nullopt if `list` is invalid.
 std::optional<std::vector<FileDigest>> contents_of(const json& list) {
   std::vector<FileDigest> contents;
   if (!list.is_array()) return std::nullopt;
@@ -78,14 +78,14 @@ std::optional<std::vector<FileDigest>> contents_of(const json& list) {
   return contents;
 }
 
-/// The content of a lock file: the mark, a line with the number of its process, one with the owner
-/// of its temporary files, one with the file that grows, if any, as in the list, then empty lines.
-/// Anything else is not ours.
+/// The content of a lock file: the mark, a line with the process number, a line with the owner of
+/// temporary files, a line with the file that grows, if any, as in the list, then empty lines. A
+/// file with another content is not Tandem's.
 struct LockText {
   std::string process, owner, growth;
 };
 
-/// Takes the first line of `text` away, which must have one and consist of `digits`.
+/// Removes the first line from `text` and returns it. It must exist and consist of `digits`.
 std::string take_line(std::string_view& text, const char* digits) {
   const size_t end = text.find_first_not_of(digits);
   if (end == text.npos || text[end] != '\n') return {};
@@ -116,7 +116,7 @@ std::optional<LockText> lock_text_of(int lock) {
   return read;
 }
 
-/// Of the temporary files of one folder; no other file has it in its name.
+/// A new owner for the temporary files of a folder; no other file's name contains it.
 std::string new_owner() {
   std::random_device random;
   return format("%08x%08x", random(), random());
@@ -127,7 +127,7 @@ bool is_empty(int opened) {
   return ::fstat(opened, &status) == 0 && status.st_size == 0;
 }
 
-/// Whether `path` still names the file that is open as `opened`.
+/// Whether `path` still names the open file `opened`.
 bool is_same_file(int opened, const fs::path& path) {
   struct stat by_number {
   }, by_name{};
@@ -157,7 +157,7 @@ OutFolder::OutFolder(fs::path folder, Missing missing) : folder_(std::move(folde
 OutFolder::~OutFolder() {
   try {
     if (list_is_old_) write_list();
-  } catch (const std::exception&) {  // what it lacks stays in the lock; what is gone does no harm
+  } catch (const std::exception&) {  // what the list lacks stays in the lock
   }
   unlock();
 }
@@ -171,10 +171,10 @@ void OutFolder::lock() {
     const bool is_new = lock_ >= 0;
     if (!is_new && errno == EEXIST) {
       lock_ = ::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-      if (lock_ < 0 && errno == ENOENT) continue;  // its owner removed it at the same time
+      if (lock_ < 0 && errno == ENOENT) continue;  // its owner removed it meanwhile
     }
     if (lock_ < 0) refuse_folder("can be written", folder_, std::strerror(errno));
-    // A new one is nobody else's: whoever has locked it leaves it alone.
+    // A new lock file belongs to this process: another process that locks it leaves it alone.
     const bool locked = ::flock(lock_, is_new ? LOCK_EX : LOCK_EX | LOCK_NB) == 0;
     const int reason = errno;
     const std::optional<LockText> text =
@@ -186,7 +186,7 @@ void OutFolder::lock() {
       break;
     }
     ::close(std::exchange(lock_, -1));
-    if (is_unwritten && locked && ++waits < kMostWaits) {  // another training may be about to
+    if (is_unwritten && locked && ++waits < kMostWaits) {  // another training may be about to write
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
       continue;
     }
@@ -197,18 +197,19 @@ void OutFolder::lock() {
     }
     if (!text) refuse_file(path, "not a lock of tandem train");
     if (!locked) refuse_folder("can be locked", folder_, std::strerror(reason));
-    // locked what its owner removed at the same time: once more, with the file of that name
+    // This lock file was removed by its owner meanwhile: retry with the present file of that name.
   }
   try {
     write_lock();
-    ::fsync(lock_);  // else a crash of the machine may leave it empty, and so not ours
+    ::fsync(lock_);  // a crash of the machine could leave it empty, and so not Tandem's
   } catch (...) {
     unlock();
     throw;
   }
 }
 
-/// In one write, which a crash does before or after: who locks the folder next finds either growth.
+/// Writes the lock in one write, which a crash can only precede or follow: the next process that
+/// locks the folder finds one growth or the other.
 void OutFolder::write_lock() const {
   std::string text =
       std::string(kLockMark) + std::to_string(::getpid()) + "\n" + owner_ + "\n" + growth_;
@@ -219,7 +220,7 @@ void OutFolder::write_lock() const {
 
 void OutFolder::unlock() {
   if (lock_ < 0) return;
-  // Removed while it is locked, so it is ours; kept where the list lacks what it says.
+  // It is removed while it is locked, so it is Tandem's. It is kept if the list lacks what it says.
   if (growth_.empty()) ::unlink((folder_ / kLock).c_str());
   ::close(std::exchange(lock_, -1));
 }
@@ -229,7 +230,7 @@ void OutFolder::read_list() {
   if (const auto odd = oddity(path)) refuse_file(path, *odd);
   std::error_code error;
   if (!fs::exists(path, error)) {
-    growth_.clear();  // of nothing that is listed
+    growth_.clear();  // the lock belongs to no listed file
     return;
   }
   const json list = parse_document(read_file(path, "Tandem's list of the files that it wrote",
@@ -240,7 +241,7 @@ void OutFolder::read_list() {
   for (const auto& [name, listed] : list["files"].items()) {
     const auto contents = contents_of(listed);
     if (!contents) refuse_file(path, "not the list of tandem train");
-    files_[fs::path(name).filename().string()].contents = *contents;  // of this folder only
+    files_[fs::path(name).filename().string()].contents = *contents;  // names of this folder only
   }
   if (growth_.empty()) return;
   const json growth = parse_document(growth_);
@@ -280,7 +281,7 @@ std::optional<OutFolder::Stamp> OutFolder::stamp_of(const fs::path& path) {
                status.st_mtim.tv_nsec};
 }
 
-/// Whether the file `name`, which exists, holds what Tandem wrote.
+/// Whether the existing file `name` has a content that Tandem wrote.
 bool OutFolder::is_ours(const std::string& name) {
   const auto file = files_.find(name);
   const std::optional<Stamp> stamp = stamp_of(folder_ / name);
@@ -296,7 +297,7 @@ bool OutFolder::is_ours(const std::string& name) {
   return true;
 }
 
-/// The file `name` now holds `content`, and nothing else is to be expected there.
+/// Notes that the file `name` has `content` and no other content is expected there.
 void OutFolder::settle(const std::string& name, const FileDigest& content) {
   files_[name] = {{content}, stamp_of(folder_ / name)};
   list_is_old_ = true;
@@ -321,10 +322,10 @@ AtomicFile OutFolder::begin(const std::string& name) {
 
 void OutFolder::commit(AtomicFile& file) {
   const std::string name = file.path().filename().string();
-  file.flush();  // the list may not know a content before the disk has it
+  file.flush();  // the disk must have a content before the list knows it
   files_[name].contents.push_back(file.digest());
   write_list();
-  require_free({name});  // what came while it was written
+  require_free({name});  // a file may have appeared meanwhile
   file.commit();
   settle(name, file.digest());
 }
@@ -344,7 +345,7 @@ void OutFolder::append(const std::string& name, std::string_view text) {
       path.c_str(), O_WRONLY | O_APPEND | O_NOFOLLOW | O_CLOEXEC | (is_new ? O_CREAT : 0), 0644);
   const bool written = file >= 0 && write_all(file, text);
   const int reason = errno;
-  if (file >= 0 && !written) (void)!::ftruncate(file, before.bytes);  // the part that fitted
+  if (file >= 0 && !written) (void)!::ftruncate(file, before.bytes);  // drops the written part
   if (file >= 0) ::close(file);
   if (!written) {
     throw UserError("expected a file that can be written, got " + path.string() + " (" +
@@ -369,7 +370,7 @@ void OutFolder::remove_others(std::string_view prefix, const std::string& curren
       continue;
     }
     if (is_ours(name)) fs::remove(folder_ / name, error);
-    file = files_.erase(file);  // also what is another's now
+    file = files_.erase(file);  // also if it belongs to another program now
     list_is_old_ = true;
   }
 }

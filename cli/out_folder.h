@@ -12,33 +12,34 @@
 
 namespace tandem::cli {
 
-/// The folder that `tandem train` writes into. One process holds it at a time, and what Tandem did
-/// not write there is neither replaced nor removed.
+/// The folder that `tandem train` writes into. One process holds it at a time. Files that Tandem
+/// did not write are neither replaced nor removed.
 ///
-/// tandem-files.json lists what Tandem writes: each name with the size and checksum of what Tandem
-/// wrote under it. What differs from that is not Tandem's, whatever its name. The order of the
-/// writes lets a crash at any point leave no file of Tandem's that the list does not know:
+/// tandem-files.json lists what Tandem writes: each name with the size and checksum of the content
+/// that Tandem wrote. A file with another content is not Tandem's, whatever its name. Writes happen
+/// in an order such that a crash at any point leaves no file of Tandem that the list does not know:
 ///
 ///   commit   the temporary file is on the disk; the list knows its content beside the content that
-///            it will replace; the file gets its name
-///   append   as commit, but the two contents stand in tandem.lock: a row of metrics.jsonl is worth
-///            no fsync. Whoever locks the folder next brings them into the list.
+///            it will replace; the file is renamed
+///   append   as commit, but both contents are written to tandem.lock, because a row of
+///            metrics.jsonl is not worth an fsync. The next process that locks the folder copies
+///            them to the list.
 ///
-/// Contents are compared rather than times and inodes, because a folder that was copied, and a
-/// checkpoint that was restored from a copy, are Tandem's still. A file is read for it once, unless
-/// it has changed since: the checkpoints that a training replaces are its own and not read again.
+/// Contents are compared instead of times and inodes, because a copied folder and a checkpoint that
+/// was restored from a copy are still Tandem's. A file is read for this once, unless it has changed
+/// since: the checkpoints that a training replaces are known to be its own.
 ///
-/// tandem.lock is locked with flock(2), which ends with the process however it ends, and is removed
-/// when the folder is given back. It names the owner that temporary files have in their names, so
-/// that those of a killed process are told from all others. A lock without Tandem's mark is
-/// another's.
+/// tandem.lock is locked with flock(2), which ends with the process in any case, and is removed
+/// when the folder is released. It names the owner that is part of temporary files' names, so that
+/// those of a killed process are recognized. A lock without Tandem's mark belongs to another
+/// program.
 class OutFolder {
  public:
   enum class Missing { create, refuse };
 
-  /// Locks the folder and removes what a killed process left half written.
+  /// Locks the folder and removes temporary files of a killed process.
   ///
-  /// Throws: UserError for a folder that cannot be written or that another process holds (tests
+  /// Throws: UserError if the folder cannot be written or another process holds it (tests
   ///         test_unwritable_out_folder, test_second_training_in_a_folder_is_refused).
   OutFolder(std::filesystem::path folder, Missing missing);
   ~OutFolder();
@@ -47,26 +48,27 @@ class OutFolder {
 
   const std::filesystem::path& path() const { return folder_; }
 
-  /// Throws: UserError naming the first of `names` that exists and that Tandem did not write (tests
-  ///         test_files_of_others_are_kept, test_files_changed_since_tandem_wrote_them_are_kept).
+  /// Throws: UserError that names the first of `names` which exists and which Tandem did not write
+  ///         (tests test_files_of_others_are_kept,
+  ///         test_files_changed_since_tandem_wrote_them_are_kept).
   void require_free(const std::vector<std::string>& names);
 
-  /// Begins to write the file `name`, which `commit` puts in its place. Throws: as require_free.
+  /// Begins to write the file `name`; `commit` gives it that name. Throws: as require_free.
   AtomicFile begin(const std::string& name);
   void commit(AtomicFile& file);
 
-  /// Writes `text` behind what the file `name` holds. Throws: as require_free.
+  /// Appends `text` to the file `name`. Throws: as require_free.
   void append(const std::string& name, std::string_view text);
 
-  /// Takes the file `name` for Tandem's as it is, if the name is on the list: it was found to be
-  /// Tandem's by what it holds (test test_checkpoint_restored_from_a_copy_goes_on).
+  /// Accepts the file `name` in its present state if the name is on the list, because its content
+  /// has shown that Tandem wrote it (test test_checkpoint_restored_from_a_copy_goes_on).
   void recognize(const std::string& name);
 
-  /// Removes all files on the list whose names begin with `prefix`, but `current`.
+  /// Removes all files on the list whose names begin with `prefix`, except `current`.
   void remove_others(std::string_view prefix, const std::string& current);
 
  private:
-  /// What changes when somebody writes to a file or puts another in its place.
+  /// Changes when a file is written to or replaced.
   struct Stamp {
     uint64_t device = 0, inode = 0;
     int64_t bytes = 0, seconds = 0, nanoseconds = 0;
@@ -74,9 +76,9 @@ class OutFolder {
   };
 
   struct Entry {
-    /// What Tandem wrote under this name; the last is the newest.
+    /// The contents that Tandem wrote under this name; the newest is last.
     std::vector<FileDigest> contents;
-    /// Of the file when it was last known to be Tandem's.
+    /// The file's stamp when it was last known to be Tandem's.
     std::optional<Stamp> checked;
   };
 
@@ -91,13 +93,13 @@ class OutFolder {
   void settle(const std::string& name, const FileDigest& content);
 
   const std::filesystem::path folder_;
-  /// The list.
+  /// The list of files.
   std::map<std::string, Entry> files_;
-  /// It differs from the file.
+  /// Whether the list differs from tandem-files.json.
   bool list_is_old_ = false;
-  /// What the lock says of the list's newest entry, as JSON.
+  /// The newest entry of the list as the lock holds it, in JSON.
   std::string growth_;
-  /// Of temporary files, as the lock names it.
+  /// The owner in the names of temporary files, which the lock names.
   std::string owner_;
   int lock_ = -1;
 };

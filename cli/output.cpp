@@ -14,9 +14,9 @@
 namespace tandem::cli {
 
 void guard_standard_streams() {
-  for (const int ending : {SIGPIPE, SIGXFSZ}) std::signal(ending, SIG_IGN);  // write(2) says it too
+  for (const int ending : {SIGPIPE, SIGXFSZ}) std::signal(ending, SIG_IGN);  // write(2) fails then
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-    // open() takes the lowest free number; reading only, so that what is written is refused
+    // open() uses the lowest free number. Read-only, so that writes to the stream fail.
     if (::fcntl(stream, F_GETFD) < 0 && errno == EBADF) (void)::open("/dev/null", O_RDONLY);
   }
 }

@@ -42,7 +42,7 @@ struct Argument {
   Bounds bounds;
 };
 
-/// One op of the command line: how it is written, how it is checked, what it makes.
+/// An op of the command line: its syntax, its checks, and the op that it creates.
 struct Kind {
   std::string name, usage, meaning;
   std::vector<Argument> required, optional;
@@ -54,7 +54,7 @@ struct Kind {
 };
 
 constexpr double kMostReal = std::numeric_limits<double>::max();
-/// Sizes of a shape that can be written.
+/// The most sizes of a shape that can be written.
 constexpr size_t kMostSizes = 5;
 
 std::string upper(std::string_view name) {
@@ -65,12 +65,12 @@ std::string upper(std::string_view name) {
 
 bool is_flag(const OptionDef& option) { return std::holds_alternative<bool>(option.otherwise); }
 
-/// The word that turns a flag from its default.
+/// The word that inverts a flag's default.
 std::string flag_word(const OptionDef& option) {
   return (std::get<bool>(option.otherwise) ? "no_" : "") + std::string(option.name);
 }
 
-/// How an option that is no flag is written: a number by its name in capitals.
+/// The argument for an option that is no flag: a number, named by the option in capitals.
 Argument argument_of(const OptionDef& option) {
   const auto bound = [](double value) { return std::clamp(value, -kMostReal, kMostReal); };
   const auto whole = [&](double value) { return static_cast<int64_t>(value); };
@@ -84,7 +84,7 @@ Argument argument_of(const OptionDef& option) {
   return {upper(option.name), Text{"TEXT", /*may_be_empty=*/false}};
 }
 
-/// The option as the argument says it.
+/// The value of an option from its argument.
 OptionValue value_of(const OptionDef& option, const std::string& text) {
   if (const auto* flag = std::get_if<bool>(&option.otherwise)) return !*flag;
   if (std::holds_alternative<double>(option.otherwise)) return number<double>(text).value();
@@ -92,8 +92,8 @@ OptionValue value_of(const OptionDef& option, const std::string& text) {
   return text;
 }
 
-/// An op by its definition: its sizes, then its options in their order, flags last and in any
-/// order, or the sizes of its shape.
+/// The syntax of an op from its definition: its sizes, then its options in their order and flags
+/// last in any order, or the sizes of its shape.
 Kind kind_of(const OpDef& def) {
   const Whole extent{1, kMostExtent};
   const auto given = def.signature.options();
@@ -143,7 +143,8 @@ Kind kind_of(const OpDef& def) {
   return kind;
 }
 
-/// Whether an op needs what the command line cannot give: other tensors, a process group.
+/// Whether an op needs nothing that the command line cannot pass, such as other tensors or a
+/// process group.
 bool can_be_written(const OpDef& def) {
   const auto options = def.signature.options();
   return def.inputs.size() == 1 && def.buffers.empty() && def.extra_outputs.empty() &&
@@ -151,7 +152,8 @@ bool can_be_written(const OpDef& def) {
          std::ranges::none_of(def.params, [](const ParamDef& p) { return p.shape.empty(); });
 }
 
-/// Those whose syntax is not their definition's, then all others, which are.
+/// The ops with a syntax of their own, then all others, whose syntax follows from their
+/// definitions.
 std::vector<Kind> all_kinds() {
   const Whole extent{1, kMostExtent};
   const Argument channel{"CHANNEL", Text{"CHANNEL", /*may_be_empty=*/false}};
@@ -247,20 +249,20 @@ OpText parse_op(const std::string& word) {
   return text;
 }
 
-/// The op's definition; a linear layer stands for two.
+/// The op's definition; a linear layer stands for two basic ops.
 const OpDef& def_of(const OpText& op) {
   return op_def(op.kind == "linear" ? "basic_linear" : op.kind);
 }
 bool is_glu(const OpText& op) { return def_of(op).family == "glu"; }
 
-/// The width that the ops demand of their input: of the first that names one, doubled for each GLU
-/// before it.
+/// The width that the ops demand of their input: the width of the first op that has one, doubled
+/// for each GLU before it.
 int64_t input_width(const std::vector<OpText>& ops) {
   int64_t doubled = 1;
   for (const OpText& op : ops) {
     if (!def_of(op).sizes.empty()) return op.whole(0) * doubled;
     if (op.kind == "reshape") break;
-    if (is_glu(op) && doubled < kMostExtent) doubled *= 2;  // more does not fit in any memory
+    if (is_glu(op) && doubled < kMostExtent) doubled *= 2;  // a larger one fits in no memory
   }
   throw UserError(
       "expected --width, because no op before a reshape names one, got none. Pass for example "
@@ -273,7 +275,7 @@ double elements_of(const std::vector<int64_t>& sizes) {
   return elements;
 }
 
-/// Refuses what this machine cannot hold, before its size is computed in whole numbers.
+/// Refuses what exceeds this machine's memory, before sizes are computed as integers.
 void check_fits(const std::string& what, double elements, at::ScalarType dtype) {
   const double bytes = elements * static_cast<double>(c10::elementSize(dtype));
   const double memory =
@@ -283,12 +285,12 @@ void check_fits(const std::string& what, double elements, at::ScalarType dtype) 
                   ", got " + bytes_text(bytes) + " for " + what + ". Pass smaller sizes.");
 }
 
-/// The op as it was written.
+/// The op in the form in which it was written.
 std::string described(const OpText& op) {
   return op.arguments.empty() ? op.kind : op.kind + ":" + join(op.arguments, ":");
 }
 
-/// The shape after `op`; shapes that do not fit are for the pipeline to refuse.
+/// The shape after `op`. The pipeline refuses shapes that do not fit.
 std::vector<int64_t> shape_after(const OpText& op, std::vector<int64_t> shape) {
   if (op.kind == "linear") {
     shape.back() = op.whole(1);

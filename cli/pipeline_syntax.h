@@ -12,26 +12,26 @@ class App;
 
 namespace tandem::cli {
 
-/// An op as written on the command line: "linear:256:1024:nobias".
+/// An op as it is written on the command line: "linear:256:1024:nobias".
 struct OpText {
   std::string kind;
   std::vector<std::string> arguments;
 
-  /// Checked when the text was parsed.
+  /// The argument at `index`, which was checked when the text was parsed.
   int64_t whole(size_t index) const;
   double real(size_t index, double otherwise) const;
   bool has(const std::string& word) const;
-  /// The channel of make_extra_output and add_extra_input; "" is the caller.
+  /// The channel of make_extra_output and add_extra_input; "": the caller.
   std::string channel() const;
 };
 
-/// What explain, verify and bench are asked for.
+/// The arguments of explain, verify and bench.
 struct PipelineArguments {
   std::vector<std::string> words;
   std::string dtype = "float32";
   std::string recipe = "none";
   int64_t rows = 128;
-  /// Of the input; 0: as the first op that knows says.
+  /// The width of the input; 0: the width that the first op demands.
   int64_t width = 0;
   int64_t seed = 1;
 
@@ -40,19 +40,19 @@ struct PipelineArguments {
 
 void add_pipeline_options(CLI::App& app, PipelineArguments& arguments);
 
-/// Every op that can be written, with its arguments, for --help.
+/// All ops that can be written, with their arguments, for --help.
 std::string op_list_help();
 
-/// Ops and the shapes of what the caller passes in.
+/// The ops, and the shapes of the tensors that the caller passes.
 struct ParsedPipeline {
   std::vector<OpText> ops;
   std::vector<int64_t> input_sizes;
   std::vector<std::vector<int64_t>> extra_input_sizes;
-  /// Of one forward: 2 * rows * in * out for each linear.
+  /// Operations of the products in one forward: 2 * rows * in * out for each linear.
   double product_flops = 0;
 };
 
-/// Throws: UserError for an op or argument that is none (test test_pipeline_syntax_errors).
+/// Throws: UserError for an unknown op or a wrong argument (test test_pipeline_syntax_errors).
 ParsedPipeline parse_pipeline(const PipelineArguments& arguments);
 
 /// A pipeline with random data to run it on.
@@ -69,7 +69,7 @@ struct Workload {
 
 Workload make_workload(const PipelineArguments& arguments);
 
-/// Backward from a gradient of ones of every output.
+/// Runs backward with a gradient of ones for every output.
 void backward(const std::vector<at::Tensor>& outputs);
 
 }  // namespace tandem::cli

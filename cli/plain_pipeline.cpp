@@ -21,8 +21,8 @@ namespace {
 constexpr std::string_view kFunctionsOfTorch[] = {"linear",  "rms_norm",       "layer_norm",
                                                   "dropout", "constant_scale", "reshape"};
 
-/// What an activation applies, or a gated unit to one half; empty for other ops, for units with
-/// numbers and for halves that lie otherwise.
+/// The function of an activation, or of a gated unit's first half. Empty for other ops, for units
+/// with numbers and for interleaved halves.
 std::string activation_of(const OpDef& def, const OpText& text) {
   if ((def.family != "activation" && def.family != "glu") || !text.arguments.empty()) return {};
   const Options options = def.parse(def, nlohmann::json::object());

@@ -7,14 +7,14 @@
 
 namespace tandem::cli {
 
-/// The ops of a workload as a user of libtorch would write them, one function after the other, on
-/// the same parameters: what `tandem bench` compares with. Quantize does nothing here; an op that
-/// libtorch has no function for runs in its composite form.
+/// The ops of a workload as a user of libtorch would write them, one function after the other, with
+/// the workload's parameters: `tandem bench` compares with it. Quantize does nothing here. An op
+/// without a libtorch function runs in its composite form.
 class PlainPipeline {
  public:
   explicit PlainPipeline(const Workload& workload);
 
-  /// Main output, then extra outputs.
+  /// The main output, then extra outputs.
   std::vector<at::Tensor> forward(const at::Tensor& x, at::TensorList extra_inputs) const;
 
  private:
@@ -22,9 +22,9 @@ class PlainPipeline {
     OpText text;
     at::Tensor weight, bias;
     std::vector<at::Tensor> parameters;
-    /// Of an activation or gated unit.
+    /// The function of an activation or gated unit.
     std::string activation;
-    /// Where libtorch has no function.
+    /// The composite form of an op without a libtorch function.
     std::shared_ptr<Pipeline> composite;
   };
 

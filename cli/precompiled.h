@@ -1,6 +1,6 @@
-// Headers that most sources of the program include, and that take seconds to parse. None of this
-// project: ccache preprocesses a changed one with the precompiled header of before, and finds it
-// unchanged.
+// Headers that most sources of the program include and that take seconds to parse. It contains no
+// header of this project: if one changed, ccache would preprocess it with the old precompiled
+// header and see no change.
 #pragma once
 
 #include <ATen/core/Tensor.h>

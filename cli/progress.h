@@ -7,16 +7,15 @@
 
 namespace tandem::cli {
 
-/// One line on stderr: redrawn in place on a terminal, printed now and then elsewhere, not at all
-/// when disabled.
+/// One line on stderr: redrawn on a terminal, printed now and then elsewhere, absent if disabled.
 class Progress {
  public:
   Progress(bool enabled, int64_t total);
   ~Progress();
 
-  /// `done` of the total, after `label`; `details` follows the bar.
+  /// Shows `done` of the total after `label`; `details` follows the bar.
   void show(const std::string& label, int64_t done, const std::string& details);
-  /// Ends the line, so that other output starts on a fresh one.
+  /// Ends the line, so that other output starts on a new one.
   void finish();
 
  private:
@@ -27,7 +26,7 @@ class Progress {
   std::chrono::steady_clock::time_point shown_{};
 };
 
-/// Seconds per step over the last few: steady enough to read, quick enough to follow.
+/// A moving average of the seconds per step: steady enough to read, quick enough to follow.
 class Pace {
  public:
   void add(double step_seconds);
@@ -38,7 +37,7 @@ class Pace {
   double pace_ = 0;
 };
 
-/// The middle one of some times, 0 of none.
+/// The median of some times; 0 if there are none.
 double median(std::vector<double> values);
 
 }  // namespace tandem::cli

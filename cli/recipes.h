@@ -1,4 +1,4 @@
-// The recipes that --recipe and --runs name.
+// The recipes that --recipe and --runs accept.
 #pragma once
 
 #include <optional>
@@ -16,10 +16,10 @@ struct NamedRecipe {
   Recipe recipe;
 };
 
-/// The only list of them.
+/// The only list of these recipes.
 std::span<const NamedRecipe> named_recipes();
 std::vector<std::string> recipe_names();
-/// nullopt for "none", and for a run without a recipe.
+/// The recipe of that name; nullopt for "none", and for a run without a recipe.
 std::optional<Recipe> recipe_named(const std::string& name);
 
 }  // namespace tandem::cli

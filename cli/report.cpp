@@ -56,7 +56,7 @@ double tick_step(double range, double parts) {
   return 10 * power;
 }
 
-/// Loss curves with axes, drawn in the page's colours.
+/// Loss curves with axes, in the page's colours.
 class LossChart {
  public:
   explicit LossChart(const json& log) : log_(log) {

@@ -36,7 +36,7 @@ std::string_view bytes_of(const at::Tensor& tensor) {
   return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
-/// Reads the parts of one file; each failure says what of the format was expected.
+/// Reads the parts of one file. Each failure says which part of the format was expected.
 class Reader {
  public:
   Reader(const std::filesystem::path& path, std::string content)
@@ -79,8 +79,8 @@ class Reader {
     return header;
   }
 
-  /// Numbers that are none, and fractions, are refused rather than converted; one of 2^63 or more
-  /// is negative here.
+  /// Values that are no integers are refused instead of converted; a number of 2^63 or more is
+  /// negative here.
   std::vector<int64_t> integers(const std::string& name, const json& entry,
                                 const char* field) const {
     const json& listed = entry.at(field);
@@ -101,7 +101,7 @@ class Reader {
 
     const size_t available = content_.size() - data_begin();
     size_t bytes = c10::elementSize(known->first);
-    int64_t stride = 1;  // of a tensor without elements too
+    int64_t stride = 1;  // also for a tensor without elements
     for (const int64_t extent : shape) {
       if (extent < 0 || (extent > 0 && bytes > available / static_cast<size_t>(extent)) ||
           __builtin_mul_overflow(stride, std::max<int64_t>(extent, 1), &stride)) {

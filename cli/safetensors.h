@@ -19,15 +19,14 @@ using NamedTensors = std::vector<NamedTensor>;
 /// Writes tensors in the safetensors format: 8 bytes of header length, a JSON header, the raw data.
 ///
 /// Dtypes:  float32, bfloat16, float16, float64, int64, uint8.
-/// Throws:  UserError when the disk refuses.
+/// Throws:  UserError if the file cannot be written.
 /// Source:  https://huggingface.co/docs/safetensors, "Format".
 void write_safetensors(AtomicFile& file, const NamedTensors& tensors);
 
-/// Reads them back and checks every number of the header before it is used. With `expected`, the
-/// file must be that one.
+/// Reads tensors back and checks every number of the header before it is used. If `expected` is
+/// given, the file must have that digest.
 ///
-/// Throws:  UserError for a file that is missing, truncated or damaged (test
-///          test_damaged_checkpoint).
+/// Throws:  UserError if the file is missing, truncated or damaged (test test_damaged_checkpoint).
 NamedTensors read_safetensors(const std::filesystem::path& path,
                               const FileDigest* expected = nullptr);
 

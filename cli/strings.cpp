@@ -112,8 +112,7 @@ size_t edits(std::string_view a, std::string_view b) {
 
 std::string closest(std::string_view word, const std::vector<std::string>& names) {
   std::string best;
-  size_t fewest =
-      word.size() / 3 + 2;  // a third of the letters wrong, and one more, is still a slip
+  size_t fewest = word.size() / 3 + 2;  // a third of the letters and one more may be wrong
   for (const std::string& name : names) {
     if (const size_t distance = edits(word, name); distance < fewest) {
       fewest = distance;

@@ -31,10 +31,10 @@ std::string html_escape(std::string_view text);
 /// A whole HTML document around `body`; `style` is CSS, which may be empty.
 std::string html_page(std::string_view title, std::string_view style, std::string_view body);
 
-/// The name in `names` that differs from `word` by the fewest edits, or "" if none comes close.
+/// The name in `names` with the fewest edits from `word`, or "" if none is close.
 std::string closest(std::string_view word, const std::vector<std::string>& names);
 
-/// Bytes that are not printable become '.', so that any text can be shown.
+/// `text` with unprintable bytes replaced by '.'.
 std::string printable(std::string_view text);
 
 }  // namespace tandem::cli

@@ -15,7 +15,7 @@ constexpr const char* kText = "kjv.txt";
 constexpr int kFoldersUp = 5;             // from <tree>/build/<preset>/bin to <tree>
 constexpr int64_t kValidationShare = 10;  // one byte in ten
 
-/// A step of SplitMix64 (Steele, Lea and Flood 2014): any two inputs give unrelated outputs.
+/// A step of SplitMix64 (Steele, Lea and Flood 2014): different inputs give unrelated outputs.
 uint64_t mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15ULL;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;

@@ -36,7 +36,7 @@ constexpr const char* kTrainFooter =
     "  tandem train --resume --out notes                 go on where it stopped";
 
 struct TrainArguments {
-  /// Knows what was given.
+  /// The parser, which knows which options were given.
   const CLI::App* app = nullptr;
   TrainOptions options;
   bool resume = false;
@@ -50,7 +50,7 @@ int train(const TrainArguments& arguments) {
   if (arguments.resume) {
     out.emplace(options.out, OutFolder::Missing::refuse);
     state = load_checkpoint_state(out->path());
-    out->recognize(kCheckpointName);  // its own checksum says who wrote it
+    out->recognize(kCheckpointName);  // its own checksum proves that Tandem wrote it
     if (!state.contains("configuration")) state["configuration"] = nlohmann::json::object();
     options = with_configuration(options, state["configuration"], given_options(*arguments.app));
   }

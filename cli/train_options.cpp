@@ -17,20 +17,19 @@ namespace {
 
 using nlohmann::json;
 
-/// Which runs there are: without Tandem, with it, in a dtype whatever that of the others, and under
-/// each recipe.
+/// The runs that exist: without Tandem, with it, in a given dtype, and under each recipe.
 const std::vector<std::string> kRuns = [] {
   std::vector<std::string> runs{"plain", "tandem", "float32", "bfloat16"};
   for (const std::string& name : recipe_names()) runs.push_back(name);
   return runs;
 }();
 
-/// A value as the command line would write it.
+/// A value in the form of the command line.
 std::string written(const json& value) {
   return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
-/// Whether `value` is of the type of the option's field and within its bounds.
+/// Whether `value` has the type of the option's field and is within its bounds.
 bool fits(const TrainOption& option, const json& value) {
   const bool typed = std::holds_alternative<std::string TrainOptions::*>(option.field)
                          ? value.is_string()
@@ -38,7 +37,8 @@ bool fits(const TrainOption& option, const json& value) {
   return typed && allows(option.bounds, written(value));
 }
 
-/// Matrix products in bfloat16 are worth it where the processor has instructions for them.
+/// Whether the processor has instructions for bfloat16 products, without which they are not
+/// worthwhile.
 bool has_bfloat16_products() {
   const auto capabilities = at::cpu::get_cpu_capabilities();
   const auto has = [&](const char* name) {
@@ -66,7 +66,7 @@ const std::vector<TrainOption>& train_options() {
       {"dtype", &O::dtype, Choice{{"auto", "float32", "bfloat16"}}, fixed, kModel,
        "type of all runs; auto: bfloat16 where the processor multiplies in it (the optimizer "
        "then keeps float32 copies), else float32"},
-      {"text", &O::text, Text{"FILE"}, freely, kTraining,  // compared by its content
+      {"text", &O::text, Text{"FILE"}, freely, kTraining,  // its content is compared
        "file to learn from (default: the King James Version that comes with Tandem)"},
       {"runs", &O::runs, Text{"LIST"}, fixed, kTraining, runs_help.c_str()},
       {"batch", &O::batch, Whole{1, 65536}, fixed, kTraining, "sequences per step"},

@@ -11,7 +11,7 @@
 
 namespace tandem::cli {
 
-/// Everything `tandem train` can be told; these defaults are what `make run` trains.
+/// All options of `tandem train`. `make run` trains with these defaults.
 struct TrainOptions {
   // the model
   int64_t layers = 4;
@@ -29,12 +29,12 @@ struct TrainOptions {
   int64_t seed = 1;
   std::string runs = "plain,tandem,fp8";
   std::string text;
-  // the surroundings: these change no number
+  // the surroundings, which do not change results
   int64_t threads = 0;
   int64_t log_every = 5;
   int64_t checkpoint_every = 100;
   std::string out = "out";
-  /// Measures what quantizing does in the steps that are logged, and puts it in the report.
+  /// Whether to measure, in the logged steps, what quantizing loses, and to show it in the report.
   bool inspect = false;
 
   GptConfig gpt() const { return {layers, hidden, heads, context}; }
@@ -45,39 +45,39 @@ struct TrainOptions {
 /// One option of `tandem train`.
 struct TrainOption {
   enum class Kept {
-    /// By no checkpoint.
+    /// A checkpoint does not keep it.
     no,
-    /// By a checkpoint, and may be changed when resuming: it decides no number.
+    /// A checkpoint keeps it, and resuming may change it: results do not depend on it.
     freely,
-    /// By a checkpoint, and must stay as it is.
+    /// A checkpoint keeps it, and resuming must not change it.
     fixed,
   };
 
-  /// Without dashes.
+  /// The name without dashes.
   const char* name;
   std::variant<int64_t TrainOptions::*, double TrainOptions::*, std::string TrainOptions::*> field;
-  /// On the command line and in a checkpoint.
+  /// The bounds on the command line and in a checkpoint.
   Bounds bounds;
   Kept kept;
   const char *group, *help;
 };
 
-/// All of them, in the order of the help text.
+/// All options, in the order of the help text.
 const std::vector<TrainOption>& train_options();
 
-/// What decides the numbers of a training, by option name; a checkpoint holds it.
+/// The values by option name on which the results of a training depend. A checkpoint holds them.
 nlohmann::json configuration_of(const TrainOptions& options);
 
-/// `options` with the configuration of a checkpoint in place of its own; the options in `given`
-/// must agree with it.
+/// `options` with its configuration replaced by that of a checkpoint. The options in `given` must
+/// agree with the checkpoint.
 ///
-/// Throws: UserError naming the first option that differs or is out of its bounds (tests
+/// Throws: UserError that names the first option which differs or is out of its bounds (tests
 ///         test_mismatched_checkpoint, test_checkpoint_is_held_to_the_bounds_of_options).
 TrainOptions with_configuration(TrainOptions options, const nlohmann::json& configuration,
                                 const std::vector<std::string>& given);
 
-/// Fills what is left to the machine (`auto`, 0 threads, the text) and checks what options demand
-/// of each other.
+/// Replaces values that the machine decides (`auto`, 0 threads, the text), and checks what options
+/// demand of each other.
 TrainOptions resolved(TrainOptions options);
 
 }  // namespace tandem::cli

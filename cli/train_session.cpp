@@ -29,9 +29,9 @@ constexpr int64_t kSampleBytes = 240;
 
 volatile std::sig_atomic_t interrupted = 0;
 
-/// The first Ctrl-C or SIGTERM asks for a stop at the next step; a second one ends the process at
-/// once. A closing terminal may send SIGHUP twice, itself and through the shell, and means one
-/// stop; under nohup it means none.
+/// The first Ctrl-C or SIGTERM stops at the next step; a second one ends the process at once. A
+/// closing terminal may send SIGHUP twice, directly and through the shell, and means one stop;
+/// under nohup SIGHUP is ignored.
 void catch_interrupts() {
   struct sigaction action {
   }, before{};
@@ -48,15 +48,15 @@ constexpr const char *kMetricsName = "metrics.jsonl", *kReportName = "report.htm
 
 std::string model_name(const std::string& run) { return "model-" + run + ".safetensors"; }
 
-/// The row of metrics.jsonl that ends a run.
+/// The last row of a run in metrics.jsonl.
 json final_row(const RunResult& result) {
   json row = result;
   row["final"] = true;
   return row;
 }
 
-/// `make run` leaves the time at which it began, in seconds since 1970: how long a clone takes to
-/// its first step is a figure too.
+/// `make run` passes the time at which it began, in seconds since 1970, so that the time from a
+/// clone to its first step can be printed.
 void print_time_since_make() {
   const char* const started = std::getenv("TANDEM_STARTED");
   if (started == nullptr) return;
@@ -82,7 +82,7 @@ std::vector<std::string> TrainSession::file_names() const {
   return names;
 }
 
-/// Rows as log_step writes them, run after run.
+/// Checks that rows are as log_step writes them, run after run.
 void TrainSession::check_log() const {
   for (const json& row : log_) {
     const auto run = std::find(runs_.begin(), runs_.end(), row.at("run").get<std::string>());
@@ -101,7 +101,7 @@ void TrainSession::resume(const OutFolder& out, const json& state) try {
                     "), got " + options_.text + " (" + text_checksum_ +
                     "). Pass that text with --text, or start again without --resume.");
   }
-  for (const char* counter : {"run_index", "step"})  // a fraction, or 1e300, would be converted
+  for (const char* counter : {"run_index", "step"})  // get_to() would convert a fraction, or 1e300
     if (!state.at(counter).is_number_integer())
       throw json::other_error::create(0, std::string(counter) + " is no integer", nullptr);
   state.at("run_index").get_to(run_index_);
@@ -122,7 +122,7 @@ void TrainSession::resume(const OutFolder& out, const json& state) try {
   if (!fits) throw json::other_error::create(0, "run_index, step and losses disagree", nullptr);
   check_log();
   restored_ = load_checkpoint_tensors(out.path(), state);
-  Training(options_, runs_[run_index_], text_).restore(restored_, step_);  // fits, or throws
+  Training(options_, runs_[run_index_], text_).restore(restored_, step_);  // throws if unfit
 } catch (const json::exception& error) {
   throw UserError("expected the state of a training in " + (out.path() / kCheckpointName).string() +
                   ", got a document without it (" + error.what() +
@@ -144,8 +144,8 @@ void TrainSession::save(OutFolder& out, const std::string& run, const Training& 
   save_checkpoint(out, run + "-" + std::to_string(step_), state, training.state());
 }
 
-/// Starts metrics.jsonl with the rows known so far, in the order in which they came: none, or those
-/// of the checkpoint.
+/// Starts metrics.jsonl with the rows known so far, in their order: none, or those of the
+/// checkpoint.
 void TrainSession::begin_metrics(OutFolder& out) const {
   std::string lines;
   for (size_t i = 0; i < runs_.size(); ++i) {
@@ -202,7 +202,7 @@ void TrainSession::finish_one(OutFolder& out, const std::string& run, Training& 
 }
 
 bool TrainSession::train_one(OutFolder& out, const std::string& run) {
-  Training(options_, run, text_).step(0);  // buffers that libraries keep for good count for no run
+  Training(options_, run, text_).step(0);  // buffers that libraries keep count for no run
   PeakMemory memory;
   memory.start();
   Training training(options_, run, text_);

@@ -14,30 +14,31 @@
 
 namespace tandem::cli {
 
-/// The runs of one `tandem train`, one after the other, with what they write.
+/// The runs of one `tandem train`, one after the other, and the files that they write.
 ///
-/// Writes into the --out folder: metrics.jsonl as it goes; checkpoint.json with its tensors;
-/// model-<run>.safetensors and report.html at the end. Nothing is written before everything given
-/// has been checked, and only to names that the folder grants.
+/// Writes into the --out folder: metrics.jsonl continuously; checkpoint.json with its tensors;
+/// model-<run>.safetensors and report.html at the end. Nothing is written before all arguments have
+/// been checked, and only names that the folder permits are written.
 class TrainSession {
  public:
-  /// Throws: UserError for options or a text that will not do.
+  /// Throws: UserError if the options or the text are not usable.
   TrainSession(const TrainOptions& options, bool quiet);
 
   const std::string& out() const { return options_.out; }
-  /// What it writes under names known beforehand.
+  /// The files that it writes under names known beforehand.
   std::vector<std::string> file_names() const;
 
-  /// Goes on from the checkpoint in `out`. Throws: UserError when it does not fit, with nothing
-  /// overwritten.
+  /// Continues from the checkpoint in `out`. Throws: UserError if it does not fit; nothing is
+  /// overwritten then.
   void resume(const OutFolder& out, const nlohmann::json& state);
 
-  /// Trains until done (true) or until SIGINT, SIGTERM or SIGHUP, after saving (false).
+  /// Trains until done (returns true), or until SIGINT, SIGTERM or SIGHUP and saves (returns
+  /// false).
   bool run(OutFolder& out);
 
-  /// Everything as one document.
+  /// All results as one document.
   nlohmann::json document(bool finished) const;
-  /// Table, sample and the files that were written, for people.
+  /// The table, the sample and the names of the written files, for the terminal.
   std::string summary() const;
   std::string resume_command() const;
   std::string title() const;
@@ -63,12 +64,12 @@ class TrainSession {
   int64_t step_ = 0;
   nlohmann::json log_ = nlohmann::json::array();
   std::vector<RunResult> results_;
-  /// Of the present run, by step.
+  /// The current run, by step.
   std::vector<double> losses_, step_seconds_;
   std::string plan_svg_;
   Inspection inspection_;
 
-  /// Tensors of a checkpoint, until its run goes on.
+  /// The tensors of a checkpoint, until its run continues.
   NamedTensors restored_;
   std::string sample_;
 };

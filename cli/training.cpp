@@ -21,12 +21,12 @@ namespace tandem::cli {
 
 namespace {
 
-constexpr double kFirstDecay = 0.9, kSecondDecay = 0.95;  // of AdamW's moments
-constexpr double kFinalLearningRate = 0.1;                // of the highest
+constexpr double kFirstDecay = 0.9, kSecondDecay = 0.95;  // decay of AdamW's moments
+constexpr double kFinalLearningRate = 0.1;                // relative to the highest
 constexpr int64_t kValidationBatches = 16;
 constexpr int64_t kPromptBytes = 64;
 
-/// A run that is named after a dtype has it.
+/// The dtype of a run: its name, if that is a dtype, else the option.
 at::ScalarType dtype_of(const TrainOptions& options, const std::string& run) {
   const bool is_named = run == "float32" || run == "bfloat16";
   return (is_named ? run : options.dtype) == "bfloat16" ? at::kBFloat16 : at::kFloat;
@@ -34,7 +34,7 @@ at::ScalarType dtype_of(const TrainOptions& options, const std::string& run) {
 
 double bits(const at::Tensor& nats) { return nats.item<double>() / std::numbers::ln2; }
 
-/// The random state that ops with randomness of their own would draw from.
+/// The state of the random generator that stochastic ops draw from.
 at::Tensor generator_state() { return at::detail::getDefaultCPUGenerator().get_state(); }
 
 }  // namespace
@@ -60,7 +60,8 @@ Training::Training(const TrainOptions& options, const std::string& run, const Te
   generator.set_current_seed(static_cast<uint64_t>(options.seed));
 }
 
-/// Decays matrices only: pulling norm weights and biases to zero would change what they mean.
+/// An optimizer that decays matrices only: decaying norm weights and biases to zero would change
+/// their meaning.
 torch::optim::AdamW Training::make_optimizer() const {
   std::vector<at::Tensor> matrices, vectors;
   for (const at::Tensor& master : masters_)
@@ -78,7 +79,7 @@ torch::optim::AdamW Training::make_optimizer() const {
   return torch::optim::AdamW(groups, settings(0));
 }
 
-/// Up in a line for `warmup` steps, then down along half a cosine.
+/// Rises linearly for `warmup` steps, then falls along half a cosine.
 double Training::learning_rate(int64_t step) const {
   const auto done = static_cast<double>(step + 1), warmup = static_cast<double>(options_.warmup);
   if (done <= warmup) return options_.learning_rate * done / warmup;
@@ -91,7 +92,7 @@ double Training::learning_rate(int64_t step) const {
 at::Tensor Training::forward(const at::Tensor& bytes) {
   std::optional<Autocast> region;
   if (recipe_) region.emplace(true, *recipe_);
-  // All that writes parameters here moves their versions.
+  // Everything that writes parameters here changes their versions.
   const WeightsUnchanged nothing_else_writes;
   return model_.forward(bytes);
 }
@@ -198,7 +199,7 @@ void Training::restore(const NamedTensors& state, int64_t steps) {
     moments->exp_avg_sq(take(name + ".second_moment", masters_[i].sizes(), at::kFloat));
     optimizer_.state()[masters_[i].unsafeGetTensorImpl()] = std::move(moments);
   }
-  if (recipe_ && steps > 0) forward(at::zeros({1, 1}, at::kLong));  // makes the recipe's state
+  if (recipe_ && steps > 0) forward(at::zeros({1, 1}, at::kLong));  // creates the recipe's state
   for (const auto& [name, buffer] : model_.buffers())
     buffer.copy_(take(name, buffer.sizes(), buffer.scalar_type()));
   at::Generator generator = at::detail::getDefaultCPUGenerator();

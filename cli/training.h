@@ -17,29 +17,30 @@ struct StepMetrics {
   double bits_per_byte, gradient_norm, learning_rate, seconds;
 };
 
-/// One run: a model, its optimizer and the text. Runs differ in what computes; batches and initial
-/// parameters are the same.
+/// One run: a model, its optimizer and the text. Runs differ in what computes; their batches and
+/// initial parameters are equal.
 ///
-/// With bfloat16, the optimizer works on float32 copies of the parameters: updates are smaller than
-/// bfloat16 can add.
+/// In bfloat16 the optimizer works on float32 copies of the parameters, because updates may be too
+/// small to change a bfloat16 number.
 class Training {
  public:
   Training(const TrainOptions& options, const std::string& run, const TextData& text);
 
   StepMetrics step(int64_t index);
   double validation_bits_per_byte();
-  /// Bytes kept between forward and backward, parameters aside, for each byte of text in a batch.
+  /// Bytes kept between forward and backward, without parameters, per byte of text in a batch.
   double saved_bytes_per_token();
   std::string sample(int64_t length);
   std::string plan_svg() { return model_.plan_svg(); }
-  /// The model, for who watches what quantizing does.
+  /// The model, for inspection of its quantization.
   Gpt& model() { return model_; }
 
-  /// float32 parameters by name.
+  /// The float32 parameters by name.
   NamedTensors parameters() const;
-  /// Parameters, both moments of each, the state of the recipe, and that of the random generator.
+  /// Parameters, both moments of each, the state of the recipe, and the state of the random
+  /// generator.
   NamedTensors state() const;
-  /// Goes on from `state` after `steps` steps. Throws: UserError for other names or shapes (test
+  /// Continues from `state` after `steps` steps. Throws: UserError for other names or shapes (test
   /// test_mismatched_checkpoint).
   void restore(const NamedTensors& state, int64_t steps);
 
@@ -53,7 +54,7 @@ class Training {
   const TextData& text_;
   const std::optional<Recipe> recipe_;
   Gpt model_;
-  /// What the optimizer sees: the parameters, or float32 copies of them.
+  /// The tensors that the optimizer updates: the parameters, or float32 copies of them.
   std::vector<at::Tensor> masters_;
   torch::optim::AdamW optimizer_;
 };
