@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # build.sh [TARGET...]: builds the library, the extension and the program into build/$TANDEM_PRESET (release), installs the package into
-# .venv, then builds the targets: `all` for the tests, `benchmarks`. Prints the seconds that each took. `scripts/setup.sh` has run before.
+# .venv, then builds the targets, such as `all` for the tests, or `benchmarks`. Prints the seconds of each part. Run `scripts/setup.sh` before.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
@@ -21,7 +21,7 @@ compile "$preset" tandem _C tandem_cli
 touch "$folder/libtandem.built"
 library_seconds=$(seconds_since "$start")
 
-# What is installed is known by the files it is made of; nothing is done when none of them changed.
+# A stamp of the package's files tells whether the installed package is up to date; if so, nothing is installed.
 start=$(now)
 package_stamp() {
   { find python include data cmake pyproject.toml -type f ! -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# check_all.sh [STAGE...]: what .ci/run leaves out because it takes hours and finds little that .ci/run does not: run it before a larger piece
-# of work ends. Each stage prints its seconds. Without arguments all stages run, in the order below.
+# check_all.sh [STAGE...]: the checks that .ci/run leaves out, because they take hours and find little that .ci/run does not find. Run it before
+# a larger piece of work ends. Each stage prints its seconds. Without arguments all stages run, in the order of `all` below.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
 
-# All tests with one thread and with two, `long` ones included; the C++ programs come with `make test`.
+# Runs all tests with one thread and with two, including those marked `long`. scripts/build.sh all has compiled the C++ tests.
 threads() {
   local count
   for count in 1 2; do
@@ -14,31 +14,31 @@ threads() {
   done
 }
 
-# Tests on processors that this one is not: libraries and kernels are told to use no better instructions.
+# Runs the tests as on older processors: libraries and kernels are limited to the older instruction sets.
 capped() {
   local cap
   for cap in "ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TANDEM_MAX_CPU_ISA=avx2" \
     "ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 TANDEM_MAX_CPU_ISA=baseline"; do
     echo "with $cap"
-    # shellcheck disable=SC2086  # assignments, one a word
+    # shellcheck disable=SC2086  # each word is an assignment
     (export $cap; CTEST_ARGS="-E example" run_ctest release; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q)
   done
 }
 
-# Every source by itself: an include that only a group of sources hides is missing here.
+# Compiles every source alone, which fails if a source lacks an include that another source of its group has.
 file_by_file() {
   configure dev
   compile dev all
 }
 
-# The second compiler's code: library, extension, program and tests as they are shipped.
+# Compiles library, extension, program and tests with the second compiler, as they are shipped, and runs the C++ tests.
 clang() {
   configure clang
   compile clang all
   run_ctest clang
 }
 
-# Kernels in all forms that sanitizers see, and ThreadSanitizer in everything.
+# Runs the sanitizers with all forms of the kernels, and ThreadSanitizer with all code instrumented.
 asan() {
   configure asan
   compile asan all
@@ -52,7 +52,7 @@ tsan() {
 
 new_ops() { scripts/check_new_op.sh --whole; }
 
-# The oldest torch that CMakeLists.txt accepts is built for and loaded, the newest runs the tests.
+# Builds for the oldest torch that CMakeLists.txt accepts and runs the tests of ops; runs all Python tests with the newest torch.
 torch_versions() {
   scripts/check_torch.sh 2.11.0 tests/python/test_ops.py
   scripts/check_torch.sh 2.14.0

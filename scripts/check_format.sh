@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fails when clang-format would change a source file; with --fix changes them.
+# Fails if clang-format would change a source file; with --fix it changes the files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v clang-format >/dev/null || {

@@ -2,16 +2,17 @@
 
 Usage: check_layout.py [ROOT]      Rules:
   sizes   no source file has more than MAX_LINES lines; the median is at most MEDIAN_LINES
-  columns no line of C++ or CUDA has more than MAX_COLUMNS, comments included, which the formatter leaves as they are
+  columns no line of C++ or CUDA has more than MAX_COLUMNS; comments count too, because the formatter does not break them
   arrows  an #include never points to a higher layer; torch, autograd and CUDA headers stay in their folders
-  bodies  what a header declares is not defined in a higher layer. A header that all see counts as part of the lowest layer that includes it
-  circles Python modules below python/ do not import each other in a circle. Imports inside functions and under TYPE_CHECKING count like all
-          others: each says that one module cannot be understood without the other. That a module runs the __init__.py of its packages
-          does not count.
+  bodies  a declaration of a header is not defined in a higher layer. A header that every layer may include counts as part of the lowest layer
+          that includes it
+  circles Python modules below python/ do not import each other in a circle. Imports inside functions and under TYPE_CHECKING count too: each
+          import means that one module cannot be understood without the other. A module's packages do not count, though it runs their
+          __init__.py
   tops    no module beside the __init__.py of a Python package below python/ has a name that begins with one underscore: it lies in a package
-          below that one whose name says what it is about. A stub, that of the extension, may.
+          below that one whose name says what it is about. The stub of the extension is an exception.
   lists   each source is listed once, in the CMakeLists.txt of its folder or of one above, and each listed source exists
-  tests   where a header says of what holds "(test X)" or "(tests X, Y)", these are suites or cases of tests/, "*" standing for any text
+  tests   if a header names tests as "(test X)" or "(tests X, Y)", they are suites or cases of tests/; "*" stands for any text
 """
 
 import ast
@@ -30,8 +31,8 @@ MAX_COLUMNS = 100
 SOURCE_SUFFIXES = {".cpp", ".h", ".cu", ".cuh", ".py"}
 SKIPPED_FOLDERS = {"build", "dist", "out", "node_modules", "__pycache__"}
 
-# From the bottom. Folders in one row may see each other; a row sees itself and the rows before it. A folder inside another is a layer of
-# its own where it is named.
+# The layers, lowest first. A folder may include folders of its own row and of the rows before it. A folder inside another one is a layer of
+# its own if it is listed.
 LAYERS = [
     ["kernels"],
     ["kernel_ops/framework", "quantization/formats"],
@@ -46,7 +47,7 @@ LAYERS = [
     ["front", "tandem", "bindings", "cli"],  # `tandem` is include/tandem
 ]
 RANK = {folder: rank for rank, row in enumerate(LAYERS) for folder in row}
-SEEN_BY_ALL = {"tandem/export.h", "tandem/memory.h", "tandem/version.h", "tandem/recipe.h", "tandem/report.h", "tandem/activations.h", "tandem/options.h", "tandem/op_options.h"}  # plain values and what a build shows
+SEEN_BY_ALL = {"tandem/export.h", "tandem/memory.h", "tandem/version.h", "tandem/recipe.h", "tandem/report.h", "tandem/activations.h", "tandem/options.h", "tandem/op_options.h"}  # values and build settings only
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
 CUDA = re.compile(r"^(cuda|cub/|cublas|cudnn|cutlass/|cute/|thrust/|cooperative_groups|nccl|nvtx)")
@@ -60,7 +61,7 @@ LISTED = re.compile(r"[\w$/{}.+-]+\.(?:cpp|cu)\b(?!\.)")
 
 
 def source_files(root: Path) -> list[Path]:
-    """Every source file below `root`, but for hidden folders and what builds write."""
+    """Every source file below `root`, except in hidden folders and in folders that builds write."""
 
     def walk(folder: Path):
         for entry in sorted(folder.iterdir()):
@@ -93,7 +94,7 @@ def check_sizes(root: Path, files: list[Path]) -> list[str]:
 
 
 def layer_of(path: Path) -> str | None:
-    """Name in RANK of the layer that a path relative to the root belongs to."""
+    """The key in RANK of the layer to which a path, relative to the root, belongs."""
     parts = path.parts
     if parts[0] in ("src", "include") and len(parts) > 2:
         return folder_of("/".join(parts[1:]))
@@ -107,7 +108,7 @@ def folder_of(header: str) -> str:
 
 
 def check_include(path: Path, layer: str, included: str) -> str | None:
-    """What is wrong with `path`, of `layer`, including `included`, or None."""
+    """Why `path`, of `layer`, must not include `included`; None if it may."""
     in_cuda_folder = path.parts[:3] == ("src", "kernels", "cuda")
     if layer == "kernels" and TORCH.match(included):
         return "kernels know no torch: pass raw views"
@@ -183,7 +184,7 @@ def check_bodies(root: Path, files: list[Path]) -> list[str]:
 
 
 def imports_of(path: Path, name: str, modules: dict[str, Path]) -> set[str]:
-    """Those of `modules` that the module `name` imports, wherever in it."""
+    """The modules among `modules` that the module `name` imports, anywhere in its code."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -199,7 +200,7 @@ def imports_of(path: Path, name: str, modules: dict[str, Path]) -> set[str]:
 
 
 def circle_through(start: str, arrows: dict[str, set[str]]) -> list[str]:
-    """The shortest way along `arrows` from `start` back to it, or nothing."""
+    """The shortest circle of `arrows` through `start`; empty if there is none."""
     before: dict[str, str] = {}
     reached = [start]
     for module in reached:
@@ -218,7 +219,7 @@ def circle_through(start: str, arrows: dict[str, set[str]]) -> list[str]:
 def check_circles(root: Path) -> list[str]:
     folder = root / "python"
     modules = {}
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.pyi")]):  # a stub alone is an extension, which imports nothing of ours
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.pyi")]):  # a stub without a source is an extension, which imports nothing
         parts = path.relative_to(folder).with_suffix("").parts
         modules.setdefault(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path)
     arrows = {name: imports_of(path, name, modules) for name, path in modules.items() if path.suffix == ".py"}
@@ -243,7 +244,7 @@ def check_tops(root: Path) -> list[str]:
 
 
 def listed_sources(cmake_file: Path) -> list[Path]:
-    """Sources that a CMakeLists.txt or sources.cmake names, those of other folders (by an absolute path) left out."""
+    """The sources that a CMakeLists.txt or sources.cmake lists, except those of other folders, which have absolute paths."""
     text = re.sub(r"#.*", "", cmake_file.read_text(encoding="utf-8"))
     listed = LISTED.findall(" ".join(LISTING.findall(text)))
     names = [name.removeprefix("${CMAKE_CURRENT_SOURCE_DIR}/") for name in listed]

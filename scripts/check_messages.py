@@ -1,8 +1,8 @@
-"""Fails when an error message says not both what was expected and what was got, or no test mentions it.
+"""Fails if an error message does not say both what was expected and what was got, or if no test mentions it.
 
-Reads each TORCH_CHECK_VALUE, TORCH_CHECK_TYPE and TORCH_CHECK_NOT_IMPLEMENTED below src/, include/ and cli/, and what is raised with a text
-below python/. A message is mentioned when a string of a file below tests/ and one of its own share SHARED characters in a row, or one of
-them, of at least MIN_PIECE, is all in the other.
+Reads each TORCH_CHECK_VALUE, TORCH_CHECK_TYPE and TORCH_CHECK_NOT_IMPLEMENTED below src/, include/ and cli/, and each exception that is raised
+with a text below python/. A test mentions a message if a string of the test and a string of the message share SHARED characters in a row, or if
+one of these strings, of at least MIN_PIECE characters, contains the other.
 
 Usage: check_messages.py [ROOT]
 """
@@ -15,11 +15,11 @@ from pathlib import Path
 
 MIN_PIECE = 12
 SHARED = 24
-# What no test can bring about: messages for other builds of torch than the one that is tested with.
+# Messages that no test can cause: they need another build of torch than the tested one.
 UNREACHABLE = ("got one that is built without torch.distributed",)
 REGEX_ESCAPE = re.compile(r"\\([^\w\s])")
 CHECK = re.compile(r"\bTORCH_CHECK_(?:VALUE|TYPE|NOT_IMPLEMENTED)\s*\(")
-# Comments, raw strings, strings and characters: what else a text holds is code.
+# Comments, raw strings, strings and characters. The rest of a source is code.
 TOKEN = re.compile(
     r"""//[^\n]*|/\*.*?\*/|R"(?P<tag>[^()\\\s]*)\((?P<raw>.*?)\)(?P=tag)"|"(?P<text>(?:[^"\\\n]|\\.)*)"|'(?:[^'\\\n]|\\.)'""",
     re.DOTALL,
@@ -31,7 +31,7 @@ SOURCES = {".cpp", ".h", ".cu", ".cuh"}
 @dataclass(frozen=True)
 class Message:
     place: str
-    pieces: tuple[str, ...]  # its string literals, adjacent ones joined
+    pieces: tuple[str, ...]  # the string literals of the message; adjacent ones are joined
 
     @property
     def text(self) -> str:
@@ -47,12 +47,12 @@ def unescape(text: str) -> str:
 
 
 def without_comments(source: str) -> str:
-    """`source` with its comments blanked, so that positions and lines stay."""
+    """`source` with its comments replaced by spaces, so that positions and lines stay."""
     return TOKEN.sub(lambda match: blank(match) if match[0].startswith("/") else match[0], source)
 
 
 def split_call(source: str, start: int) -> tuple[int, int]:
-    """Positions of the first top-level comma and of the closing parenthesis of the call whose arguments begin at `start`."""
+    """The positions of the first top-level comma and of the closing parenthesis of the call whose arguments begin at `start`."""
     depth, comma, position = 0, -1, start
     while position < len(source):
         literal = TOKEN.match(source, position)
@@ -73,7 +73,7 @@ def split_call(source: str, start: int) -> tuple[int, int]:
 
 
 def literals(code: str) -> list[str]:
-    """The string literals in `code`, those with nothing but space and commas between them joined: as arguments they are one text."""
+    """The string literals in `code`. Literals separated only by space and commas are joined, because as arguments they form one text."""
     pieces: list[str] = []
     end = -1
     for match in TOKEN.finditer(code):
@@ -101,7 +101,7 @@ def messages_of(path: Path, name: str) -> list[Message]:
 
 
 def python_messages_of(path: Path, name: str) -> list[Message]:
-    """What is raised with a text; a text that a function makes is the function's."""
+    """The messages of exceptions that are raised with a text. A text that a function returns belongs to the function."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
@@ -109,7 +109,7 @@ def python_messages_of(path: Path, name: str) -> list[Message]:
         text = node.exc.args[0]
         parts = text.values if isinstance(text, ast.JoinedStr) else [text]
         pieces = tuple(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
-        if " " in "".join(pieces):  # else it is a name
+        if " " in "".join(pieces):  # a text without a space is a name
             found.append(Message(f"{name}:{node.lineno}", pieces))
     return found
 
@@ -124,10 +124,10 @@ def test_strings(root: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
             found = [unescape(match[1][1:-1]) for match in PYTHON_STRING.finditer(text)]
-            strings += [REGEX_ESCAPE.sub(r"\1", part) for string in found for part in string.split(".*")]  # pytest matches patterns
+            strings += [REGEX_ESCAPE.sub(r"\1", part) for string in found for part in string.split(".*")]  # pytest takes regular expressions
         else:
             strings += literals(without_comments(text))
-    strings += [string.partition(": ")[2] for string in strings]  # who speaks is often no part of the literal
+    strings += [string.partition(": ")[2] for string in strings]  # the name of the op is often not part of the literal
     return [string for string in strings if len(string) >= MIN_PIECE]
 
 
@@ -137,7 +137,7 @@ def runs_of(text: str) -> set[str]:
 
 def is_mentioned(message: Message, strings: list[str], runs: set[str]) -> bool:
     pieces = [piece for piece in message.pieces if len(piece) >= MIN_PIECE]
-    if message.pieces and not pieces:  # what it says is what it fills in
+    if message.pieces and not pieces:  # the message consists of values only
         return True
     return any(not runs.isdisjoint(runs_of(piece)) or any(piece in string or string in piece for string in strings) for piece in pieces)
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # check_new_op.sh [--whole]: writes an op and an activation with new_op.py in a copy of the tree, and builds and tests them there.
-# Without --whole, as .ci/run calls it, only what new_op.py writes is built, the op into the library and the activation into the tests of the
-# kernels; the Python tests that go over all ops and pages run. With --whole both are built into everything, and all tests run.
-# The copy stands in the place of the tree meanwhile (in a mount namespace of its own), so that what build/release holds is not built again.
-# Where that is not allowed, the copy is built from nothing.
+# Without --whole, as .ci/run calls it, the op is built into the library and the activation into the tests of the kernels, and the Python tests
+# run that iterate over all ops and pages. With --whole both are built into everything, and all tests run.
+# The copy is mounted over the tree (in a mount namespace of its own), so that the objects in build/release stay valid. If mounting is not
+# allowed, the copy is built from scratch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # check_torch.sh VERSION [PYTEST_ARGS...]: builds the package against another torch (2.11.0, 2.14.0), in an environment of its own below build/,
-# and runs the tests of the package there: all of tests/python, or what PYTEST_ARGS say.
+# and runs the tests of the package there: all of tests/python, or the tests in PYTEST_ARGS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
@@ -11,7 +11,7 @@ folder=build/torch-$version
 python=$PWD/$folder/venv/bin/python
 if [ ! -e "$folder/venv.made" ]; then
   python3 -m venv --clear "$folder/venv"
-  # What .venv holds, but for torch.
+  # The packages of .venv with another version of torch.
   sed "s/^torch==.*/torch==$version/" requirements.txt >"$folder/requirements.txt"
   "$python" -m pip install -qq --disable-pip-version-check -r "$folder/requirements.txt" -r requirements-test.txt </dev/null
   touch "$folder/venv.made"

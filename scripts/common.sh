@@ -1,13 +1,13 @@
-# Functions of the build scripts; sourced from the repository's root.
+# Functions of the build scripts. Scripts source this file from the repository's root.
 
 preset=${TANDEM_PRESET:-release}
 
 now() { date +%s.%N; }
 
-# seconds_since START: seconds from START, one decimal.
+# seconds_since START: prints the seconds since START, with one decimal.
 seconds_since() { awk -v start="$1" -v end="$(now)" 'BEGIN { printf "%.1f", end - start }'; }
 
-# Compilers that may run at once: TANDEM_JOBS, else one per core, but no more than memory holds at 2 GiB each.
+# Prints how many compilers may run at once: TANDEM_JOBS, else one per core, but no more than fit in memory at 2 GiB each.
 jobs_count() {
   if [ -n "${TANDEM_JOBS:-}" ]; then echo "$TANDEM_JOBS"; return; fi
   local cores memory
@@ -27,7 +27,7 @@ stage() {
   echo "== $name: $(seconds_since "$start") s"
 }
 
-# side_by_side A B: runs two functions at once and shows what A prints, then what B printed; fails where one of them did.
+# side_by_side A B: runs two functions at once. Shows the output of A as it comes, then that of B. Fails if A or B fails.
 side_by_side() {
   local log first second status=0
   log=$(mktemp)
@@ -42,8 +42,8 @@ side_by_side() {
   return "$status"
 }
 
-# The tests of several threads with ThreadSanitizer in what threads share; nothing else is compiled for them. libtorch is not instrumented, and
-# ThreadSanitizer does not know how gcc's OpenMP synchronizes.
+# Runs the tests of several threads. Only the sources whose state threads share are compiled with ThreadSanitizer. OpenMP uses one thread,
+# because libtorch is not instrumented and ThreadSanitizer does not know how gcc's OpenMP synchronizes.
 thread_tests() {
   compile release tandem_tsan_tests
   OMP_NUM_THREADS=1 TSAN_OPTIONS=suppressions=tests/threads/suppressions.txt build/release/tests/tandem_tsan_tests --gtest_brief=1
@@ -60,7 +60,7 @@ cuda_kernels() {
   fi
 }
 
-# configure PRESET: runs cmake; its output is shown only when it fails.
+# configure PRESET: runs cmake and shows its output only if it fails.
 configure() {
   mkdir -p build
   if ! cmake --preset "$1" -DPython_EXECUTABLE="$PWD/.venv/bin/python" >"build/configure-$1.log" 2>&1; then
@@ -69,15 +69,15 @@ configure() {
   fi
 }
 
-# compile PRESET TARGET...
+# compile PRESET TARGET...: builds the targets.
 compile() {
   local preset=$1
   shift
   cmake --build --preset "$preset" -j "$(jobs_count)" --target "$@"
 }
 
-# run_ctest PRESET: runs the C++ tests and prints the closing lines of each test program and the twenty slowest tests. Threads wait without
-# spinning: the programs run side by side, on the same cores.
+# run_ctest PRESET: runs the C++ tests and prints the last lines of each test program and the twenty slowest tests. Threads wait without
+# spinning, because the programs run side by side on the cores.
 run_ctest() {
   local log=build/$1/Testing/Temporary/LastTest.log
   OMP_WAIT_POLICY=passive ctest --preset "$1" -j "$(jobs_count)" ${CTEST_ARGS:-}

@@ -1,13 +1,13 @@
-"""Reads what C++ files declare and define at namespace scope and in classes: by tokens, without a compiler, hence in a fraction of a second.
+"""Reads the declarations and definitions of C++ files at namespace scope and in classes. It reads tokens without a compiler, so it is fast.
 
-What it knows is what this project writes: no macros that open scopes, no declarations of several names, no K&R style.
+It understands only what this project writes: no macros that open scopes, no declarations of several names, no K&R style.
 """
 
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Comments, literals and preprocessor lines say nothing here, but braces in them would.
+# Comments, literals and preprocessor lines are skipped: braces in them must not count.
 _SILENT = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"(?P<mark>[^(\s]*)\(.*?\)(?P=mark)"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'(?!\w)|^[ \t]*#(?:\\\n|[^\n])*', re.S | re.M
 )
@@ -19,7 +19,7 @@ _NOT_A_NAME = {"const", "noexcept", "override", "final", "requires", "if", "for"
 
 @dataclass(frozen=True)
 class Name:
-    """A class, function or variable with its namespaces and classes; a function with its number of parameters too, so that most overloads differ."""
+    """A class, function or variable, with its namespaces and classes. A function has its number of parameters too, so that most overloads differ."""
 
     path: str
     parameters: int | None = None
@@ -30,7 +30,7 @@ class Name:
 
 @dataclass
 class Declarations:
-    """Of one file. A definition is no declaration here."""
+    """The declarations and definitions of one file. A definition does not count as a declaration."""
 
     declared: set[Name] = field(default_factory=set)
     defined: set[Name] = field(default_factory=set)
@@ -47,7 +47,7 @@ class _Reader:
         self._scope("")
 
     def _skip(self, opening: str, closing: str) -> None:
-        """Behind the bracket that closes the one which was just read."""
+        """Skips the tokens up to and including the bracket that closes the one just read."""
         depth = 1
         while depth and self.at < len(self.tokens):
             depth += {opening: 1, closing: -1}.get(self.tokens[self.at], 0)
@@ -76,7 +76,7 @@ class _Reader:
                 statement.append(token)
 
     def _opens(self, statement: list[str], path: str) -> list[str]:
-        """What remains of a statement behind a brace."""
+        """Reads from an opening brace on, and returns the words of the statement that continues after the closing brace."""
         words = _without_template(statement)
         if words[:1] == ["extern"] and words[1:] == ['"', '"']:
             self._scope(path)
@@ -84,7 +84,7 @@ class _Reader:
             if names := [word for word in words[words.index("namespace") + 1 :] if word not in ("::", "inline")]:
                 self._scope("::".join([*([path] if path else []), *names]))
             else:
-                self._skip("{", "}")  # nobody else sees it
+                self._skip("{", "}")  # an unnamed namespace is not visible elsewhere
         elif words and words[0] in _CLASS and "(" not in words[: words.index("<") if "<" in words else None]:
             name = _class_name(words)
             self.found.defined.add(Name(_join(path, name)))
@@ -92,16 +92,16 @@ class _Reader:
                 self._skip("{", "}")
             else:
                 self._scope(_join(path, name))
-            return ["type"]  # of a variable, if one follows
+            return ["type"]  # a variable of this type may follow
         elif function := _function(words, path):
             self.found.defined.add(function)
-            if _has_initializers(words):  # of a constructor: each has brackets of its own
+            if _has_initializers(words):  # each initializer of a constructor has brackets of its own
                 self._skip("{", "}")
                 while self.tokens[self.at : self.at + 1] in ([","], ["{"]):
                     self._skip_to_brace()
             else:
                 self._skip("{", "}")
-                while self.tokens[self.at : self.at + 1] == ["catch"]:  # of a body that is a try block
+                while self.tokens[self.at : self.at + 1] == ["catch"]:  # the body is a try block
                     self._skip_to_brace()
         else:
             self._skip("{", "}")
@@ -132,7 +132,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _without_template(words: list[str]) -> list[str]:
-    """Without `template <...>` and attributes in front."""
+    """The words without leading `template <...>` and attributes."""
     words = _without_attributes(words)
     while words[:1] == ["template"]:
         depth, end = 0, 1
@@ -160,13 +160,13 @@ def _without_attributes(words: list[str]) -> list[str]:
 
 
 def _class_name(words: list[str]) -> str:
-    """`struct TANDEM_API Name final : Base`."""
+    """The name of a class from words such as `struct TANDEM_API Name final : Base`."""
     head = words[1:]
     for end, word in enumerate(head):
         if word in (":", "final", "<"):
             head = head[:end]
             break
-    return "".join(word for word in head if word not in ("class", "struct") and not word.isupper())  # macros are upper case
+    return "".join(word for word in head if word not in ("class", "struct") and not word.isupper())  # upper-case words are macros
 
 
 def _top_level(words: list[str]) -> list[tuple[int, str]]:
@@ -207,13 +207,13 @@ def _function(words: list[str], path: str) -> Name | None:
             name = f"{words[start - 2]}::{name}"
             start -= 2
         if start == 0 and "::" not in name and path.rpartition("::")[2] not in (name, name[1:]):
-            return None  # a macro that is called
+            return None  # a call of a macro
         return Name(_join(path, name), _count(words[position + 1 :]))
     return None
 
 
 def _count(words: list[str]) -> int:
-    """Parameters before the bracket that closes."""
+    """The number of parameters before the closing bracket."""
     depth, angle, count, is_empty = 0, 0, 1, True
     for word in words:
         if word == ")" and depth == 0:

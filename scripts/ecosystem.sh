@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# ecosystem.sh [ARG...]: the tests of tests/ecosystem: models and trainers of other libraries, which are installed beside .venv. ARGs are pytest's.
+# ecosystem.sh [ARG...]: runs the tests of tests/ecosystem, with models and trainers of other libraries. These are installed beside .venv.
+# Each ARG is passed to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the libFuzzer programs of tests/fuzz (clang++, AddressSanitizer and UndefinedBehaviorSanitizer) and runs each for so many
-# seconds over its corpus. What a run learns stays in build/fuzz/corpus; an input that fails is written to build/fuzz.
-# usage: [FUZZ_ARGS=-seed=1] scripts/fuzz.sh [SECONDS] [TARGET...]
+# [FUZZ_ARGS=-seed=1] fuzz.sh [SECONDS] [TARGET...]: builds the libFuzzer programs of tests/fuzz (clang++, AddressSanitizer and
+# UndefinedBehaviorSanitizer) and runs each for SECONDS over its corpus. New inputs stay in build/fuzz/corpus; an input that fails is written
+# to build/fuzz.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
@@ -19,13 +19,13 @@ fi
 
 configure sanitize
 compile sanitize "${targets[@]/#/fuzz_}"
-# libtorch is not instrumented: see tests/CMakeLists.txt.
+# These checks are off because libtorch is not instrumented (tests/CMakeLists.txt).
 export ASAN_OPTIONS=detect_leaks=0:detect_container_overflow=0:strict_string_checks=1:allocator_may_return_null=1
 export UBSAN_OPTIONS=print_stacktrace=1
 for target in "${targets[@]}"; do
   echo "fuzz: $target, $seconds s"
   mkdir -p "build/fuzz/corpus/$target"
-  # A pipeline that takes longer than 20 s to plan and run, or 4 GiB, is a finding too.
+  # It also counts as a failure if a pipeline takes more than 20 s, or 4 GiB, to plan and run.
   if ! "build/sanitize/tests/fuzz/fuzz_$target" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=4096 \
     -dict="tests/fuzz/$target.dict" -artifact_prefix="build/fuzz/$target-" -print_final_stats=1 ${FUZZ_ARGS:-} \
     "build/fuzz/corpus/$target" "tests/fuzz/corpus/$target" >"build/fuzz/$target.log" 2>&1; then

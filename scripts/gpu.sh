@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# gpu.sh [PYTHON]: builds the package into build/gpu against the torch of PYTHON (python3), which sees a GPU, and runs tests/python/test_cuda.py
-# with it. Installs nothing outside build/gpu. Another compiler than g++ is named by CXX; it must link the libstdc++ that torch loads.
+# gpu.sh [PYTHON]: builds the package into build/gpu against the torch of PYTHON (python3), which must see a GPU, and runs
+# tests/python/test_cuda.py with it. Installs nothing outside build/gpu. CXX may name another compiler than g++; it must link the libstdc++
+# that torch loads.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
@@ -9,7 +10,7 @@ python=$(command -v "${1:-python3}")
 folder=build/gpu
 mkdir -p "$folder"
 "$python" -c 'import torch; assert torch.cuda.is_available(), "gpu.sh: expected a GPU that torch sees, got none. Name a Python whose torch sees one."'
-# One form of the kernels of the CPU, which are not what is tested.
+# TANDEM_FEW_KERNELS builds the CPU kernels in one form, because they are not tested here.
 options=(-DPython_EXECUTABLE="$python" -DTANDEM_TESTS=OFF -DTANDEM_BENCHMARKS=OFF -DTANDEM_FEW_KERNELS=ON)
 stage "configure" cmake --preset release -B "$folder" "${options[@]}"
 stage "build" cmake --build "$folder" -j "$(jobs_count)" --target tandem _C tandem_cli

@@ -1,8 +1,8 @@
-"""Writes a new op: with a kernel of its own, or as an activation. What it writes works as it is, and is there to be edited.
+"""Writes a new op, with a kernel of its own or as an activation. The files work unchanged and are meant to be edited.
 
 Usage: new_op.py [--activation] NAME [ROOT]      NAME as on the command line, such as soft_clip.
 
-An op with a kernel is y = x / (1 + slope |x|) with the option `slope`; an activation is y = x / (1 + |x|). Prints the files, new and edited.
+An op with a kernel is y = x / (1 + slope |x|) with the option `slope`; an activation is y = x / (1 + |x|). Prints the new and edited files.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CASES = "tests/python/test_kernel_ops.py"
 
 
 class Refused(Exception):
-    """Why nothing was written."""
+    """The reason why nothing was written."""
 
 
 def camel(name: str) -> str:
@@ -38,7 +38,7 @@ def camel(name: str) -> str:
 
 
 def taken_names(root: Path) -> dict[str, str]:
-    """Names that are used, and the file that uses them."""
+    """The names that are taken, each with a file that uses it."""
     table = (root / TABLE).read_text(encoding="utf-8")
     names = dict.fromkeys(re.findall(r"^  ROW\((\w+),", table, re.M), TABLE)
     for folder in ("src/ops", "src/kernel_ops", "src/kernels"):
@@ -71,7 +71,7 @@ def edit(path: Path, change) -> None:
 
 
 def before(mark: str, text: str):
-    """Inserts `text` before the last place of `mark`."""
+    """An edit that inserts `text` before the last occurrence of `mark`."""
 
     def change(source: str) -> str:
         if mark not in source:
@@ -83,7 +83,7 @@ def before(mark: str, text: str):
 
 
 def with_row(table: str, row: str) -> str:
-    """The table of activations with one more row, its backslashes in one column."""
+    """The table of activations with one more row, with the backslashes aligned."""
     block = re.search(r"^#define TANDEM_ACTIVATIONS\(ROW\).*?[^\\]$", table, re.M | re.S)[0]
     lines = [line.rstrip("\\ ") for line in block.splitlines()] + [f"  {row}"]
     width = max(map(len, lines[:-1])) + 1
@@ -91,7 +91,7 @@ def with_row(table: str, row: str) -> str:
 
 
 def with_source(source: str):
-    """Adds a source to a CMakeLists.txt where its name belongs."""
+    """An edit that adds a source to the list in a CMakeLists.txt, in alphabetical order."""
 
     def change(text: str) -> str:
         folder = source.rpartition("/")[0]
@@ -108,13 +108,13 @@ def with_source(source: str):
 
 
 def document(root: Path, op: dict) -> str:
-    """Puts an op in its place in docs/ops.md, and writes its page, as render_ops.py will from what was built; the page's name."""
+    """Adds an op to docs/ops.md in alphabetical order and writes its page, as render_ops.py will once the op is built. Returns the page's path."""
     path = root / "docs" / "ops.md"
     text = path.read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[`\w+`\]\(ops/\w+\.md\) \| .*\n", text, re.M)
     rest = text.replace("".join(rows), "\0", 1)
     path.write_text(rest.replace("\0", "".join(sorted([*rows, render_ops.row(op)], key=lambda row: row.split("`")[1]))), encoding="utf-8")
-    # Shapes, dtypes, what is kept and the steps are those of sigmoid, which has no class of its own either.
+    # Shapes, dtypes, kept values and steps are those of sigmoid, which has no class of its own either.
     same, fusions = (root / "docs" / "ops" / "sigmoid.md").read_text(encoding="utf-8").split("\n## Shapes", 1)[1].split("\n## Fusions\n\n")
     shown = same.replace("sigmoid", op["name"]) + "\n## Fusions\n\n" + (fusions if op["family"] else op_pages.NO_FUSIONS)
     page = f"docs/ops/{op['name']}.md"
@@ -123,7 +123,7 @@ def document(root: Path, op: dict) -> str:
 
 
 def description(name: str, formula: str, family: str, options: list[dict], python) -> dict:
-    """What the library will say of the op; `python` takes what its class will take."""
+    """The op's signature as the library will return it. `python` must have the arguments that the op's class will have."""
     return {
         "name": name,
         "formula": formula,

@@ -1,6 +1,6 @@
-"""What new_op.py writes. @name@ stands for the op's name, @Type@ for that of its types.
+"""The texts that new_op.py writes. @name@ stands for the op's name, @Type@ for the prefix of its types.
 
-Sources are compiled in groups, so a name that is seen in a whole file holds the op's name. Kernels are compiled one by one.
+Sources are compiled in groups, so every name at file scope must contain the op's name. Kernels are compiled one by one.
 """
 
 ACTIVATION_FORMULA = """template <Precision kPrecision>
@@ -35,7 +35,7 @@ struct ActivationReference<Activation::@name@> {
 
 """
 
-# Rows of tests/python/test_kernel_ops.py.
+# Rows for tests/python/test_kernel_ops.py.
 KERNEL_OP_CASES = '''        "@name@_backward": [y, x, 1.0, [True, True]],
         "@name@_forward": [x, 1.0],
 '''

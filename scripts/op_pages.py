@@ -1,8 +1,8 @@
-"""A page per op, from its definition and from what one call of it shows: shapes, dtypes, what is kept, the steps of both directions."""
+"""A page per op, from its definition and from one call of it: shapes, dtypes, kept values, and the steps of both directions."""
 
 import json
 
-ROWS, WIDTH, OUT, GROUPS = 6, 44, 26, 3  # sizes by which dimensions are told apart
+ROWS, WIDTH, OUT, GROUPS = 6, 44, 26, 3  # distinct sizes, so that a size identifies its dimension
 
 RULES = {
     "weight": "Computes in the dtype of `torch.autocast` of the tensor's device, else in that of its first parameter; the other operands are cast to it.",
@@ -19,7 +19,7 @@ def rule(op: dict) -> str:
 
 
 def sample(op: dict, dtype=None):
-    """The op as a module, or None where it needs other processes, and its extra inputs for an x."""
+    """The op as a module, and a function that returns its extra inputs for an x; None if the op needs other processes."""
     import torch
     from tandem.ops import library
 
@@ -65,7 +65,7 @@ def _size(op: dict, size: int) -> str:
 
 
 def shapes(op: dict) -> str:
-    """One line: the shapes of a call."""
+    """The shapes of a call, in one line."""
     import torch
 
     module, extras = sample(op)
@@ -95,7 +95,7 @@ OF_HEADS = {
 }
 
 
-# y of each rank, of x [rows, ...] on each of `size` ranks.
+# The shape of y on each rank, for x [rows, ...] on each of `size` ranks.
 COLLECTIVES = {
     "all_gather": "x [rows, ...] -> y [rows size, ...]; backward sums and scatters: grad of x [rows, ...]",
     "reduce_scatter": "x [rows, ...] -> y [rows / size, ...]; backward gathers: grad of x [rows, ...]",
@@ -105,7 +105,7 @@ COLLECTIVES = {
 
 
 def call(op: dict) -> str:
-    """How the class in Python is called."""
+    """The call of the op's class in Python, with its arguments and defaults."""
     import inspect
 
     shown, is_behind_star = [], False
@@ -118,7 +118,7 @@ def call(op: dict) -> str:
 
 
 def dtypes(op: dict) -> list[str]:
-    """Rows of a table: x, parameters, y, y under autocast."""
+    """The rows of a table of dtypes: x, parameters if there are any, y, y under autocast."""
     import torch
 
     rows = []
@@ -201,12 +201,12 @@ def fusions(op: dict) -> str:
 
 
 def opening(op: dict, section: str) -> str:
-    """The start of an op's page, for which the definition is enough."""
+    """The start of an op's page, which needs only the definition."""
     return f"# {op['name']}\n\n{section}\nBack to [all ops](../ops.md).\n\n## In Python\n\n{call(op)}"
 
 
 def page(op: dict, section: str) -> str:
-    """The page of an op; `section` says what can be given."""
+    """The page of an op. `section` documents its arguments."""
     text = opening(op, section)
     if sample(op) is None:
         text += f"\n## Shapes\n\n{COLLECTIVES[op['name']]}.\n\n## Dtypes\n\n{rule(op)}\n\n## Kept for backward\n\nNothing.\n"

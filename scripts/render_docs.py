@@ -1,6 +1,6 @@
-"""Writes the tables of the documentation that the library itself knows: between `<!-- NAME -->` and `<!-- end of NAME -->` of a page.
+"""Writes the tables of the documentation that follow from the library, between `<!-- NAME -->` and `<!-- end of NAME -->` of a page.
 
-Usage: render_docs.py [--check]      with --check: says which page is not as it would be written, and writes nothing.
+Usage: render_docs.py [--check]      With --check it writes nothing and fails if a page is outdated.
 """
 
 import re
@@ -13,7 +13,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def fusions() -> str:
-    """Every built-in fusion, in the order of its pass."""
+    """The table of all built-in fusions, in the order in which their pass tries them."""
     rows = [f"| {fusion.pass_name} | `{fusion.name}` | `{fusion.picture}` |" for fusion in _C.built_in_fusions()]
     return "\n".join(["| pass | fusion | what it replaces |", "|---|---|---|", *rows])
 

@@ -1,9 +1,9 @@
 """Renders docs/ops.md, and a page per op in docs/ops, from the definitions in the library and from calls of the ops.
 
-Usage: render_ops.py [--pages] [--check]      --pages: those alone. With --check fails where a page is another one.
+Usage: render_ops.py [--pages] [--check]      --pages renders only the pages of ops. With --check it writes nothing and fails if a page is outdated.
 
-An op is a dictionary as `tandem._C.op_signature` gives it as JSON, with its class in Python under "python" and the built-in fusions that it
-takes part in under "fusions".
+An op is the dictionary that `tandem._C.op_signature` returns as JSON, with its class in Python under "class", the name of the class under
+"python", and the built-in fusions that it takes part in under "fusions".
 """
 
 import json
@@ -31,12 +31,12 @@ This page lists every operation. The page of an operation, behind its name, says
 
 
 def row(op: dict) -> str:
-    """The line of an op in the list of all."""
+    """The row of an op in the table of all ops."""
     return f"| [`{op['name']}`](ops/{op['name']}.md) | {op['formula'].replace('|', chr(92) + '|')} | `{op['python']}` |\n"
 
 
 def lines_of(op: dict) -> list[str]:
-    """Rows of the table of what can be given."""
+    """The rows of the table of an op's sizes and options."""
     lines = [f"| `{size['name']}` | size | {size['doc']} |" for size in op["sizes"]]
     for option in op["options"]:
         default = "required" if option["is_required"] else f"`{json.dumps(option['default'])}`"
@@ -50,7 +50,7 @@ def start_of(parameter: dict) -> str:
 
 
 def section(op: dict) -> str:
-    """What can be given to an op: sizes, options, parameters, extra inputs."""
+    """The section of an op's page on its sizes, options, parameters, extra inputs and extra outputs."""
     text = f"`{op['formula']}`, in Python `{op['python']}`.\n"
     lines = lines_of(op)
     if lines:
@@ -71,7 +71,7 @@ def parts_of(fusion) -> set[str]:
 
 
 def library_ops() -> list[dict]:
-    """Those of the installed package."""
+    """The ops of the installed package."""
     import tandem.ops
     from tandem import _C
     from tandem.ops import library
@@ -86,7 +86,7 @@ def library_ops() -> list[dict]:
 
 
 def rendered(ops: list[dict], pages_only: bool) -> dict[Path, str]:
-    """What each file is to hold."""
+    """The text of each file, by path."""
     texts = {} if pages_only else {PAGE: page(ops)}
     return {**texts, **{PAGE.parent / "ops" / f"{op['name']}.md": op_pages.page(op, section(op)) for op in ops}}
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs what building, testing and running need and is missing: Debian packages, and .venv with the packages of requirements.txt and
-# requirements-test.txt. Takes a second when nothing is missing. With --run without the Python packages that only tests need, with --ci
-# also what .ci/run needs beyond tests.
+# setup.sh [--run | --ci]: installs the missing packages that building, testing and running need: Debian packages, and .venv with the packages
+# of requirements.txt and requirements-test.txt. Takes a second if nothing is missing. --run leaves out the Python packages that only tests
+# need; --ci adds the Debian packages that .ci/run needs besides.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# package:what it brings (a command, a header or a Python module)
+# Each entry is a package and something that it contains: a command, a header or a library.
 needs=(g++:g++ make:make cmake:cmake ninja-build:ninja python3:python3 ccache:ccache mold:mold
        libhwy-dev:hwy/highway.h nlohmann-json3-dev:nlohmann/json.hpp libcli11-dev:CLI/CLI.hpp
        libgtest-dev:gtest/gtest.h libgmock-dev:gmock/gmock.h libbenchmark-dev:benchmark/benchmark.h)
@@ -54,7 +54,7 @@ python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
   exit 1
 }
 
-# A venv does not survive a move of its folder nor another Python, so both are part of each stamp.
+# A venv becomes invalid if its folder moves or Python changes, so both are part of each stamp.
 files=(requirements.txt)
 [ "${1:-}" = --run ] || files+=(requirements-test.txt)
 for file in "${files[@]}"; do

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# test.sh: builds all tests on what scripts/build.sh built and runs them: the C++ programs are compiled and run beside the tests of the package,
-# which need it alone; the tests of the command line follow them. With TESTS=word only tests whose names, or for pytest whose files, have the
-# word: TESTS=rms_norm. CTEST_ARGS and PYTEST_ARGS are passed on.
+# test.sh: builds and runs all tests; scripts/build.sh must have run before. The tests of the package need only the package, so they run while
+# the C++ programs are compiled and run; the tests of the command line follow. With TESTS=word, such as TESTS=rms_norm, only tests run whose
+# names contain the word. CTEST_ARGS and PYTEST_ARGS are passed on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
 
-# One thread: what else runs here takes the other cores. Compilers of compiled code are not started in advance.
+# Uses one thread, because the C++ tests use the other cores. Inductor's compile workers are not started in advance.
 python_tests() {
   local start
   start=$(now)
@@ -14,7 +14,7 @@ python_tests() {
   echo "tests: pytest run in $(seconds_since "$start") s"
 }
 
-# shellcheck disable=SC2086  # the words of PYTEST_ARGS are arguments
+# shellcheck disable=SC2086  # each word of PYTEST_ARGS is an argument
 package_tests() { python_tests ${PYTEST_ARGS:-tests/python}; }
 
 cpp_tests() {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# wheel.sh [FOLDER]: a wheel of what build/release holds, in FOLDER (default: dist), with the manylinux tag that its symbols allow: the
-# number is the oldest glibc that it runs on. Fails where it needs a library that neither the tag nor torch brings. `scripts/setup.sh` and
-# `scripts/build.sh` have run before.
+# wheel.sh [FOLDER]: writes a wheel of build/release into FOLDER (default: dist), with the manylinux tag that its symbols allow: the number
+# in the tag is the oldest glibc that the wheel runs on. Fails if the wheel needs a library that neither the tag nor torch guarantees. Run
+# `scripts/setup.sh` and `scripts/build.sh` before.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-dist}
@@ -10,7 +10,7 @@ raw=$(mktemp -d build/wheel.XXXXXX)
 trap 'rm -rf "$raw"' EXIT
 .venv/bin/python -m pip wheel -qq --disable-pip-version-check --no-build-isolation --no-deps -w "$raw" \
   --config-settings=build-dir=build/release . </dev/null
-# torch's libraries come with torch, which the wheel depends on; libtandem.so is in the wheel, where the program finds it once installed.
+# auditwheel must not copy these: torch's libraries come with torch, on which the wheel depends, and libtandem.so is in the wheel already.
 PATH="$PWD/.venv/bin:$PATH" .venv/bin/auditwheel repair --exclude 'libtorch*.so' --exclude libc10.so --exclude libtandem.so \
   -w "$raw/repaired" "$raw"/*.whl >"$raw/log" 2>&1 || { tail -n 20 "$raw/log" >&2; exit 1; }
 wheel=("$raw"/repaired/*.whl)
