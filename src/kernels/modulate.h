@@ -17,15 +17,14 @@ namespace tandem::kernels::cpu {
 /// Optional: shift.
 void modulate(ConstRows x, ConstRows scale, float offset, ConstRows shift, Rows y);
 
-/// grad_scale[g, c] = sum over the rows r of group g of grad_y[r, c] x[r, c], and grad_shift[g, c]
-/// = sum over these rows of grad_y[r, c]. The sums do not depend on the number of threads.
+/// sums[g, c] = sum over the rows r of group g of grad_y[r, c] x[r, c]: the gradient of scale. Sums
+/// do not depend on the number of threads.
 ///
-/// Shapes:   grad_y, x [groups * n, cols]; grad_scale, grad_shift [groups, cols].
+/// Shapes:   grad_y, x [groups * n, cols]; sums [groups, cols].
 /// Dtypes:   any Element each; arithmetic in float32, rounded once.
-/// Error:    2^-24 (n / 64 + 66) times the sum of magnitudes before that rounding (test
-///          Modulate.SumsAreTheFormula).
+/// Error:    2^-24 (n / 64 + 66) times the sum of magnitudes before that rounding
+///           (test Modulate.SumsAreTheFormula).
 /// Bytes:    reads grad_y and x once.
-/// Optional: grad_scale, and x with it; grad_shift.
-void modulate_sums(ConstRows grad_y, ConstRows x, Rows grad_scale, Rows grad_shift);
+void modulate_sums(ConstRows grad_y, ConstRows x, Rows sums);
 
 }  // namespace tandem::kernels::cpu

@@ -3,6 +3,7 @@
 
 #include "core/call.h"
 #include "core/op_def.h"
+#include "ops/structure.h"
 #include "tandem/op_options.h"
 
 namespace tandem::ops {
@@ -14,22 +15,29 @@ double offset_of(const ModulateOptions& options) { return options.zero_centered 
 void modulate_forward(Call& call) {
   enum Read { x, scale, shift };
   const auto& options = call.options<ModulateOptions>();
-  call.write<kernel_ops::Modulate>({.x = call.in(x),
-                                    .scale = call.in(scale),
-                                    .shift = options.shift ? call.maybe(shift) : std::nullopt,
-                                    .offset = offset_of(options)});
+  const auto added = options.shift ? call.maybe(shift) : std::nullopt;
+  TORCH_CHECK_VALUE(
+      !added || is_callers(call, shift) || added->sym_sizes() == call.in(x).sym_sizes(),
+      "modulate: expected shift of the shape of x, ", call.in(x).sym_sizes(),
+      ", where a channel brings it, got ", added->sym_sizes(),
+      ". Pass it to the call: autograd sums the gradient of an argument.");
+  call.write<kernel_ops::Modulate>(
+      {.x = call.in(x), .scale = call.in(scale), .shift = added, .offset = offset_of(options)});
 }
 
-void modulate_backward(Call& call) {
-  enum Read { grad_y, x, scale, shift };
-  const auto& options = call.options<ModulateOptions>();
-  call.write<kernel_ops::ModulateBackward>(
-      {.grad_y = call.in(grad_y),
-       .x = call.in(x),
-       .scale = call.in(scale),
-       .shift = options.shift ? call.maybe(shift) : std::nullopt,
-       .offset = offset_of(options),
-       .output_mask = call.output_mask<4>()});
+void modulate_grad_x(Call& call) {
+  enum Read { grad_y, scale };
+  const auto results =
+      call.run<kernel_ops::Modulate>({.x = call.in(grad_y),
+                                      .scale = call.in(scale),
+                                      .offset = offset_of(call.options<ModulateOptions>())});
+  call.out(0, results[0].to(call.out_type(0).dtype));
+}
+
+void modulate_grad_scale(Call& call) {
+  enum Read { grad_y, x, scale };
+  call.write<kernel_ops::ModulateScaleBackward>(
+      {.grad_y = call.in(grad_y), .x = call.in(x), .scale = call.in(scale)});
 }
 
 size_t absent_shifts(const void* options) {
@@ -46,14 +54,26 @@ const OpDef kModulate{
     .inputs = {"x", "scale", "shift"},
     .absent_inputs = absent_shifts,
     .dtype = DtypeRule::promote,
+    // Autograd sums the gradient of a shift that is smaller than x.
+    .same_gradients = {{"grad_shift", "grad_y"}},
     .forward = {{.name = "forward",
                  .reads = {"x", "scale", "shift"},
                  .writes = {"y"},
                  .run = modulate_forward}},
-    .backward = {{.name = "backward",
-                  .reads = {"grad_y", "x", "scale", "shift"},
-                  .writes = {"grad_x", "grad_scale", "grad_shift", "y"},
-                  .run = modulate_backward}},
+    // Apart, so that each step keeps only what it needs: the gradient of x does not need x.
+    .backward = {{.name = "again",
+                  .reads = {"x", "scale", "shift"},
+                  .writes = {"y"},
+                  .writes_again = true,
+                  .run = modulate_forward},
+                 {.name = "grad_x",
+                  .reads = {"grad_y", "scale"},
+                  .writes = {"grad_x"},
+                  .run = modulate_grad_x},
+                 {.name = "grad_scale",
+                  .reads = {"grad_y", "x", "scale"},
+                  .writes = {"grad_scale"},
+                  .run = modulate_grad_scale}},
     .reemits = {"y"},
     .context = {"x", "scale", "shift"},
 };

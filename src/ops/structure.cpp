@@ -73,13 +73,11 @@ void add_in_place(Call& call) {
 /// The first value of every plan.
 constexpr Value kMainInput{0};
 
-/// Whether the caller passes this read as an extra input. The pipeline's x is none: it reaches a
-/// sum through a channel, and the pipeline itself sums its gradient.
+}  // namespace
+
 bool is_callers(const Call& call, size_t read) {
   return call.type(read).origin == Origin::input && call.step().reads[read] != kMainInput;
 }
-
-}  // namespace
 
 c10::SymDimVector sizes_of_sum(const Call& call, size_t read, c10::SymIntArrayRef sizes) {
   const auto extra = call.in(read).sym_sizes();

@@ -37,6 +37,10 @@ extern const OpDef kQuantize;
 ///          a tensor that autograd needs.
 extern const OpDef kAddExtraInput;
 
+/// Whether the caller passes this read as an extra input. The pipeline's x is none: it reaches a
+/// sum through a channel, and the pipeline itself sums its gradient.
+bool is_callers(const Call& call, size_t read);
+
 /// Returns the sizes of the sum of an x of `sizes` and the extra input, which is read `read`: the
 /// sizes to which both broadcast where gradients allow it, else `sizes`.
 c10::SymDimVector sizes_of_sum(const Call& call, size_t read, c10::SymIntArrayRef sizes);

@@ -146,7 +146,7 @@ def _module(op: Case, generator: torch.Generator) -> Any:
         "dropout": lambda: ops.Dropout(op.get("p", 0.5)),
         "reshape": lambda: ops.Reshape(op["shape"]),
         "add": lambda: ops.AddExtraInput(in_place=bool(op.get("ip", 0))),
-        "modulate": lambda: ops.Modulate(shift=False),
+        "modulate": lambda: ops.Modulate(zero_centered=bool(op.get("zc", 0)), shift=False),
         "make": lambda: ops.MakeExtraOutput(in_place=bool(op.get("ip", 0))),
     }
     return make[kind]()

@@ -151,6 +151,8 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
         op.update(_extra_of(r, case, resolved, shape, dtype, mixed))
         if r.random() < {"add": 0.15, "modulate": 0.7}.get(kind, 0):
             op["bc"] = r.choice([1, 2])
+        if kind == "modulate" and r.random() < 0.5:
+            op["zc"] = 1
         if kind == "add" and has_in_place and r.random() < 0.6:
             op["ip"] = 1
             if r.random() < 0.15:

@@ -269,7 +269,7 @@ class Reference:
         if kind == "modulate":
             if not (x.value.is_floating_point() and extra.value.is_floating_point()):
                 raise TypeError("modulation of integers")
-            return self.noisy(x.value * (1 + extra.value), self.promoted(x, extra)), []
+            return self.noisy(x.value * (extra.value + op.get("zc", 0)), self.promoted(x, extra)), []
         declared = x.dtype if extra is None else self.promoted(x, extra)
         if self.autocast is None:
             for param in module.parameters():

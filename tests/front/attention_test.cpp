@@ -358,7 +358,7 @@ TEST(AttentionErrors, TellWhatIsExpected) {
       [&] {
         InferenceParams before(1, 4);
         before.sequence_len_offset = -1;
-        attention({.layer_number = 1})->forward(x, {.inference_params = &before});
+        attention({.attention = {.layer_number = 1}})->forward(x, {.inference_params = &before});
       },
       ThrowsText<c10::ValueError>("InferenceParams: expected sequence_len_offset of at least 0, "
                                   "got -1. Count what is there already."));

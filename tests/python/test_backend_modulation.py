@@ -103,3 +103,52 @@ class Product(nn.Module):
 def test_products_that_are_none(other):
     model = Product(lambda x, each: (x * each).float())
     assert "Modulate" not in check(model, torch.randn(2, 5, HIDDEN, requires_grad=True), other)
+
+
+class Tied(nn.Module):
+    """One parameter is a weight, a factor and a shift."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.gamma = nn.Linear(HIDDEN, HIDDEN), nn.Parameter(torch.rand(HIDDEN))
+
+    def forward(self, x):
+        return F.layer_norm(self.linear(x) * self.linear.bias, (HIDDEN,), self.gamma) * self.gamma + self.gamma
+
+
+def test_a_weight_that_is_a_factor_too():
+    assert "Modulate" in check(Tied(), torch.randn(2, 5, HIDDEN, requires_grad=True))
+
+
+class Moving(nn.Module):
+    """A model that writes its shift behind the place where it reads it."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.linear, self.form = nn.Linear(HIDDEN, HIDDEN), form
+        self.register_buffer("mean", torch.ones(HIDDEN))
+
+    def forward(self, x):
+        y = self.linear(self.form(self.linear(x), self.mean))
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.1)
+        return y
+
+
+@pytest.mark.parametrize("form", [lambda x, mean: x * 2.5 + mean, lambda x, mean: x * (1 + x.detach()[:, :1]) + mean], ids=["sum", "shift"])
+def test_a_shift_may_be_written_later(form):
+    torch._dynamo.reset()
+    model, own = Moving(form), Moving(form)
+    own.load_state_dict(model.state_dict())
+    x = torch.randn(2, 5, HIDDEN)
+    compiled = tandem.compile(own)
+    for _ in range(2):
+        got, want = compiled(x), model(x)
+        assert_close(got, want)
+        for one, other in zip(torch.autograd.grad(got.sum(), [*own.parameters()]), torch.autograd.grad(want.sum(), [*model.parameters()]), strict=True):
+            assert_close(one, other)
+
+
+def test_a_factor_near_one_is_not_taken_for_one():
+    model = Product(lambda x, other: x * (1.0000005 + other)).double()
+    check(model, torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True), torch.randn(HIDDEN, dtype=torch.float64))

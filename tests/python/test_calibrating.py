@@ -146,7 +146,8 @@ def test_calibrating_keeps_amaxes_and_rounds_nothing(wrap):
     grad_x, x.grad = x.grad, None
     expected = unquantized(x)
     expected.sum().backward()
-    assert torch.equal(y, expected) and torch.equal(grad_x, x.grad) and torch.equal(linear.weight.grad, unquantized.weight.grad)
+    for own, right in ((y, expected), (grad_x, x.grad), (linear.weight.grad, unquantized.weight.grad)):
+        torch.testing.assert_close(own, right)  # libraries sum in an order that depends on addresses; rounding to FP8 is 10,000 times as coarse
     summed(quantized, x)
     for state, other in zip(states(linear), states(quantized), strict=True):
         for mine, its in zip(settled(state), settled(other), strict=True):

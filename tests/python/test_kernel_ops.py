@@ -97,7 +97,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "take_scale_": [torch.ones(2), torch.full((3, 2), 7.0), pending, region, 1, "fp8_e4m3:margin=0:max", 1, 0],
         "weight_codes": [[matrix], row_codes, row_scale, None, None, None, None, amax, stamp, x, "fp8_e4m3", [True, True]],
         "modulate": [x, y[:, :1], y[:, 1:2], 1.0],
-        "modulate_backward": [y, x, y[:, :1], y[:, 1:2], 1.0, [True] * 4],
+        "modulate_scale_backward": [y, x, y[:, :1]],
     }
 
 

@@ -61,6 +61,25 @@ def test_backward_writes_the_output_again_instead_of_keeping_it():
     assert tandem.verify(block, x.detach().requires_grad_(), *[each.detach().requires_grad_() for each in vectors])
 
 
+def test_gradients_keep_what_they_need():
+    x, scale, shift = torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 1, 8), torch.randn(2, 1, 8, requires_grad=True)
+    y = ops.Modulate()(x, scale, shift)
+    with torch.no_grad():  # the gradient of x needs neither
+        x.zero_()
+        shift.zero_()
+    gradients = torch.autograd.grad(y.sum(), (x, shift))
+    assert torch.equal(gradients[0], (1 + scale).expand(2, 5, 8)) and torch.equal(gradients[1], torch.full_like(shift, 5))
+
+
+def test_a_shift_of_a_channel_has_the_shape_of_x():
+    fork, shifted = ops.MakeExtraOutput(), ops.Modulate()
+    fork.set_extra_output_channel(0, "c", output_to_caller=False)
+    shifted.set_extra_input_channel(1, "c")
+    block, x, scale = ops.Sequential(fork, ops.Reshape((1, 2, 8)), shifted), torch.randn(2, 8), torch.randn(8)
+    with pytest.raises(ValueError, match=re.escape("modulate: expected shift of the shape of x, [1, 2, 8], where a channel brings it, got [2, 8]. Pass it to the call: autograd")):
+        block(x, scale)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_it_compiles(dynamic):
     op, args = ops.Modulate(), [torch.randn(2, 6, 8, requires_grad=True), *(torch.randn(2, 1, 8, requires_grad=True) for _ in range(2))]
@@ -88,7 +107,7 @@ def test_sums_do_not_depend_on_threads():
         (call(ops.Modulate, torch.ones(3, 8), torch.ones(8), torch.ones(2, 3, 8)), ValueError, "modulate: expected shift that broadcasts to x [3, 8], got [2, 3, 8]. One row"),
         (call(ops.Modulate, torch.ones(3, 8, dtype=torch.int64), torch.ones(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)), TypeError, "modulate: expected x of dtype float32, bfloat16, float16 or float64, got int64. Convert it before the call."),
         (call(ops.Modulate, torch.ones(3, 8), torch.ones(8)), ValueError, "expected"),
-        (lambda: torch.ops.tandem.modulate_backward(torch.ones(3, 7), torch.ones(3, 8), torch.ones(8), None, 1.0, [True] * 4), ValueError, "modulate_backward: expected grad_y of the shape of x, [3, 8], got [3, 7]."),
+        (lambda: torch.ops.tandem.modulate_scale_backward(torch.ones(3, 7), torch.ones(3, 8), torch.ones(8)), ValueError, "modulate_scale_backward: expected grad_y of the shape of x, [3, 8], got [3, 7]."),
     ],
 )  # fmt: skip
 def test_errors(make, error, text):

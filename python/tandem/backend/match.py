@@ -149,6 +149,8 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms, r
         return f"its result is {value_of(node).dtype}, that of the op {dtype}"
     if not made[0].weights and memory_of(x) in terms.written_for_others:
         return "some other operation writes to its x, which backward may read"
+    if any(memory_of(extra) in terms.written_for_others for op in made if op.make is ops.Modulate for extra in op.extras):
+        return "some other operation writes to its factor or shift, which backward may read"
     if recipe is not None and any(op.make in (ops.Linear, ops.GroupedLinear) and op.options["dtype"] == torch.float64 for op in made):
         return "its operands are float64, which no recipe quantizes"
     return None

@@ -42,7 +42,7 @@ class Number(Pattern):
             if isinstance(self.expected, str):
                 if bound.get(self.expected, node) == node or math.isnan(node):
                     yield {**bound, self.expected: float(node)}
-            elif math.isclose(node, self.expected, rel_tol=1e-6):
+            elif math.isclose(node, self.expected, rel_tol=0 if self.expected == 1 else 1e-6):
                 yield bound
 
 

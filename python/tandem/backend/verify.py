@@ -53,6 +53,7 @@ class Reference:
         # What is around the call neither sees what is computed and saved here, such as a checkpoint that counts it, nor draws other numbers for it.
         with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given}
+            copies |= {id(tensor): tensor for tensor in weights if id(tensor) in copies}  # a weight that is an operand too has one gradient
             operands = [copies[id(tensor)] for tensor in given]
             self.tolerance = max(_TOLERANCES.get(_rounds_to(tensor), 0.0) for tensor in (*operands, *weights))
             has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))

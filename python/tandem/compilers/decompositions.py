@@ -68,6 +68,19 @@ def _register_shardings(_: Any) -> None:
         register_sharding(op)(partial(_norm_backward_shardings, op))  # type: ignore[no-untyped-call]
         # What was found for a call counts for those with the same arguments from here on. Torch looks for numbers, which `output_mask` is none of.
         infos[op].static_argnum = min(infos[op].static_argnum, len(op._schema.arguments) - 1)
+    register_sharding(torch.ops.tandem.modulate_scale_backward.default)(_modulate_shardings)  # type: ignore[no-untyped-call]
+
+
+def _modulate_shardings(grad_y: Any, x: Any, scale: Any) -> Iterator[tuple[list[Any], list[Any]]]:
+    """The ways in which ranks may shard the gradient of a scale: along a dimension of x that the scale has too, it is sharded alike; along one to which
+    the scale was broadcast, each rank has a part of the sum. Only the sizes of the scale count, so its decomposition would let DTensor shard it alone."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    yield [Replicate()], [Replicate()] * 3
+    for dim in range(x.ndim):
+        own = dim - (x.ndim - scale.ndim)
+        is_shared = own >= 0 and scale.shape[own] == x.shape[dim]
+        yield [Shard(own) if is_shared else Partial()], [Shard(dim), Shard(dim), Shard(own) if is_shared else Replicate()]
 
 
 def _norm_backward_shardings(op: OpOverload, *args: Any) -> Iterator[tuple[list[Any], list[Any]]]:

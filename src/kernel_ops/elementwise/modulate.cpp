@@ -68,57 +68,36 @@ Results<1> Modulate::reference(const Args& args) {
   return {(shift ? y + shift->to(computed) : y).to(dtype)};
 }
 
-Specs<4> ModulateBackward::shapes(const Args& args) {
-  const auto& [grad_y, x, scale, shift, offset, output_mask] = args;
-  const Specs<1> forward =
-      Modulate::shapes({.x = x, .scale = scale, .shift = shift, .offset = offset});
-  check_same_shape("modulate_backward", grad_y, "grad_y", x, "x");
-  const Tensor& of_shift = shift ? *shift : scale;
-  return {like(x, x.scalar_type(), output_mask[grad_x]),
-          like(scale, scale.scalar_type(), output_mask[grad_scale]),
-          like(of_shift, of_shift.scalar_type(), output_mask[grad_shift] && shift),
-          like(x, forward[0].dtype, output_mask[y])};
+Specs<1> ModulateScaleBackward::shapes(const Args& args) {
+  const auto& [grad_y, x, scale] = args;
+  check_floating("modulate", x, "x");
+  check_broadcasts(x, scale, "scale");
+  check_same_shape(kName, grad_y, "grad_y", x, "x");
+  return {like(scale)};
 }
 
-void ModulateBackward::cpu(const Args& args, std::span<Tensor> results) {
-  const auto& [grad_y, x, scale, shift, offset, output_mask] = args;
-  if (results[grad_scale].defined() || results[grad_shift].defined())
-    kernels::cpu::modulate_sums(RowsIn(grad_y), RowsIn(x), rows_out(results[grad_scale]),
-                                rows_out(results[grad_shift]));
-  const auto factor = static_cast<float>(offset);
-  if (results[y].defined())
-    kernels::cpu::modulate(RowsIn(x), RowsIn(scale), factor, RowsIn(shift), rows_out(results[y]));
-  if (results[grad_x].defined())
-    kernels::cpu::modulate(RowsIn(grad_y), RowsIn(scale), factor, {}, rows_out(results[grad_x]));
+void ModulateScaleBackward::cpu(const Args& args, std::span<Tensor> results) {
+  kernels::cpu::modulate_sums(RowsIn(args.grad_y), RowsIn(args.x), rows_out(results[0]));
 }
 
-Results<4> ModulateBackward::reference(const Args& args) {
-  const auto& [grad_y, x, scale, shift, offset, output_mask] = args;
-  const Modulate::Args forward{.x = x, .scale = scale, .shift = shift, .offset = offset};
-  const at::ScalarType computed = wide(promoted(x, scale, shift));
-  const Tensor grad = grad_y.to(computed);
-  const Tensor& of_shift = shift ? *shift : scale;
-  const auto summed = [](const Tensor& product, const Tensor& vector) {
-    return at::sum_to(product, vector.sym_sizes(), /*always_return_non_view=*/true)
-        .to(vector.scalar_type());
-  };
-  return {
-      output_mask[grad_x] ? (grad * (scale.to(computed) + offset)).to(x.scalar_type())
-                          : masked_out(x),
-      output_mask[grad_scale] ? summed(grad * x.to(computed), scale) : masked_out(scale),
-      output_mask[grad_shift] && shift ? summed(grad, *shift) : masked_out(of_shift),
-      output_mask[y] ? Modulate::reference(forward)[0] : masked_out(x, promoted(x, scale, shift))};
+Results<1> ModulateScaleBackward::reference(const Args& args) {
+  const auto& [grad_y, x, scale] = args;
+  const at::ScalarType computed =
+      wide(c10::promoteTypes(promoted(x, scale, {}), grad_y.scalar_type()));
+  return {at::sum_to(grad_y.to(computed) * x.to(computed), scale.sym_sizes(),
+                     /*always_return_non_view=*/true)
+              .to(scale.scalar_type())};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<Modulate>(library, {{"cpu", at::kCPU, Modulate::takes, Modulate::cpu}});
-  register_kernel_op<ModulateBackward>(
+  register_kernel_op<ModulateScaleBackward>(
       library, {{"cpu", at::kCPU,
-                 [](const ModulateBackward::Args& args) {
-                   return kArithmetic.has(args.grad_y.scalar_type()) &&
-                          Modulate::takes({args.x, args.scale, args.shift, args.offset});
+                 [](const ModulateScaleBackward::Args& args) {
+                   return Takes<kArithmetic, kArithmetic, kArithmetic>::these(args) &&
+                          is_by_groups(args.x, args.scale);
                  },
-                 ModulateBackward::cpu}});
+                 ModulateScaleBackward::cpu}});
 }
 
 }  // namespace tandem::kernel_ops

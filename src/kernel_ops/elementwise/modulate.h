@@ -28,29 +28,22 @@ struct Modulate {
   static Results<1> reference(const Args& args);
 };
 
-/// grad_x = grad_y * (offset + scale); grad_scale = sum of grad_y * x and grad_shift = sum of
-/// grad_y, over the dimensions along which scale and shift were broadcast, in float32 or wider,
-/// each rounded once; y bitwise as `Modulate` writes it.
+/// grad_scale = sum of grad_y * x over the dimensions along which scale was broadcast, in float32 or
+/// wider, rounded once. Of scale only the sizes and the dtype count.
 ///
-/// Shapes: grad_y like x; scale and shift such that they broadcast to x -> grad_x, grad_scale,
-///         grad_shift like these, y like x.
-/// Dtypes: gradients have those of x, scale and shift.
-struct ModulateBackward {
-  static constexpr const char* kName = "modulate_backward";
-  enum Result : size_t { grad_x, grad_scale, grad_shift, y };
-  static constexpr std::array kResults{"grad_x", "grad_scale", "grad_shift", "y"};
+/// Shapes: grad_y like x; scale such that it broadcasts to x -> grad_scale like scale.
+struct ModulateScaleBackward {
+  static constexpr const char* kName = "modulate_scale_backward";
+  static constexpr std::array kResults{"grad_scale"};
   struct Args {
     const Tensor& grad_y;
     const Tensor& x;
     const Tensor& scale;
-    std::optional<Tensor> shift = {};
-    double offset;
-    std::array<bool, 4> output_mask{true, true, true, true};
-    TANDEM_ARGUMENTS(grad_y, x, scale, shift, offset, output_mask)
+    TANDEM_ARGUMENTS(grad_y, x, scale)
   };
-  static Specs<4> shapes(const Args& args);
+  static Specs<1> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);
-  static Results<4> reference(const Args& args);
+  static Results<1> reference(const Args& args);
 };
 
 }  // namespace tandem::kernel_ops

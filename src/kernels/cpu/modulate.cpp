@@ -21,15 +21,17 @@ constexpr size_t kBlockRows = 64;
 // Columns of one task, so that even a few groups of few columns occupy several threads.
 constexpr size_t kColumns = 128;
 
-/// `shift` may be nullptr.
+/// `shift` may be nullptr. Adding a zero in its place would turn products that are -0 into 0.
 void modulate_run(const float* x, const float* scale, float offset, const float* shift, float* y,
                   size_t count) {
   const hn::ScalableTag<float> d;
   for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
     const auto factor = hn::Add(load_part(Float32{}, d, scale + i, part), hn::Set(d, offset));
-    const auto added = shift ? load_part(Float32{}, d, shift + i, part) : hn::Zero(d);
-    store_part(Float32{}, d, hn::MulAdd(load_part(Float32{}, d, x + i, part), factor, added), y + i,
-               part);
+    const auto v = load_part(Float32{}, d, x + i, part);
+    store_part(Float32{}, d,
+               shift ? hn::MulAdd(v, factor, load_part(Float32{}, d, shift + i, part))
+                     : hn::Mul(v, factor),
+               y + i, part);
   });
 }
 
@@ -48,25 +50,19 @@ void modulate_target(ConstRows x, ConstRows scale, float offset, ConstRows shift
   });
 }
 
-/// `of_shift` may be nullptr, and so may `of_scale`, together with x.
-void add_run(const float* grad_y, const float* x, float* of_scale, float* of_shift, size_t count) {
+/// sums += grad_y * x
+void add_products(const float* grad_y, const float* x, float* sums, size_t count) {
   const hn::ScalableTag<float> d;
   for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
-    const auto grad = load_part(Float32{}, d, grad_y + i, part);
-    if (of_scale) {
-      const auto sum = load_part(Float32{}, d, of_scale + i, part);
-      store_part(Float32{}, d, hn::MulAdd(grad, load_part(Float32{}, d, x + i, part), sum),
-                 of_scale + i, part);
-    }
-    if (of_shift) {
-      const auto sum = load_part(Float32{}, d, of_shift + i, part);
-      store_part(Float32{}, d, hn::Add(grad, sum), of_shift + i, part);
-    }
+    const auto sum =
+        hn::MulAdd(load_part(Float32{}, d, grad_y + i, part), load_part(Float32{}, d, x + i, part),
+                   load_part(Float32{}, d, sums + i, part));
+    store_part(Float32{}, d, sum, sums + i, part);
   });
 }
 
-void modulate_sums_target(ConstRows grad_y, ConstRows x, Rows grad_scale, Rows grad_shift) {
-  const size_t cols = grad_y.cols, groups = grad_scale ? grad_scale.rows : grad_shift.rows;
+void modulate_sums_target(ConstRows grad_y, ConstRows x, Rows sums) {
+  const size_t cols = grad_y.cols, groups = sums.rows;
   if (groups == 0 || cols == 0) return;
   const size_t height = grad_y.rows / groups, pieces = (cols + kColumns - 1) / kColumns;
   const size_t work = std::max<size_t>(1, height * std::min(cols, kColumns));
@@ -75,20 +71,15 @@ void modulate_sums_target(ConstRows grad_y, ConstRows x, Rows grad_scale, Rows g
     for (auto task = static_cast<size_t>(begin); task < static_cast<size_t>(end); ++task) {
       const size_t group = task / pieces, c = task % pieces * kColumns,
                    count = std::min(kColumns, cols - c), behind = (group + 1) * height;
-      HWY_ALIGN float inputs[2][kColumns], of_scale[2][kColumns] = {}, of_shift[2][kColumns] = {};
+      HWY_ALIGN float inputs[2][kColumns], totals[kColumns] = {}, of_block[kColumns];
       for (size_t top = group * height; top < behind; top += kBlockRows) {
-        const size_t bottom = std::min(behind, top + kBlockRows);
-        std::fill_n(of_scale[1], count, 0.0f);
-        std::fill_n(of_shift[1], count, 0.0f);
-        for (size_t r = top; r < bottom; ++r)
-          add_run(widened(grad_y, r, c, count, inputs[0]),
-                  grad_scale ? widened(x, r, c, count, inputs[1]) : nullptr,
-                  grad_scale ? of_scale[1] : nullptr, grad_shift ? of_shift[1] : nullptr, count);
-        accumulate(of_scale[1], of_scale[0], count);
-        accumulate(of_shift[1], of_shift[0], count);
+        std::fill_n(of_block, count, 0.0f);
+        for (size_t r = top; r < std::min(behind, top + kBlockRows); ++r)
+          add_products(widened(grad_y, r, c, count, inputs[0]), widened(x, r, c, count, inputs[1]),
+                       of_block, count);
+        accumulate(of_block, totals, count);
       }
-      if (grad_scale) put_narrowed(of_scale[0], grad_scale, group, c, count);
-      if (grad_shift) put_narrowed(of_shift[0], grad_shift, group, c, count);
+      put_narrowed(totals, sums, group, c, count);
     }
   };
   const auto tasks = static_cast<int64_t>(groups * pieces);
@@ -109,8 +100,8 @@ void modulate(ConstRows x, ConstRows scale, float offset, ConstRows shift, Rows 
   HWY_DYNAMIC_DISPATCH(modulate_target)(x, scale, offset, shift, y);
 }
 
-void modulate_sums(ConstRows grad_y, ConstRows x, Rows grad_scale, Rows grad_shift) {
-  HWY_DYNAMIC_DISPATCH(modulate_sums_target)(grad_y, x, grad_scale, grad_shift);
+void modulate_sums(ConstRows grad_y, ConstRows x, Rows sums) {
+  HWY_DYNAMIC_DISPATCH(modulate_sums_target)(grad_y, x, sums);
 }
 
 }  // namespace tandem::kernels::cpu
