@@ -1,4 +1,4 @@
-"""`MultiheadAttention`: a norm and the projection to queries, keys and values as one pipeline, torch's attention, the projection behind it."""
+"""`MultiheadAttention`: a norm and the projection to queries, keys and values as one pipeline, torch's attention, and the output projection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QK_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
-    """Angles of rotary position embedding: position p and pair i of `dim` / 2 give p / rotary_base^(2 i / dim).
+    """angle[p, i] = p / rotary_base^(2 i / dim) for position p and pair i of features: the angles of rotary position embedding.
 
     >>> import tandem
     >>> tandem.RotaryPositionEmbedding(64)(128).shape
@@ -46,15 +46,15 @@ class RotaryPositionEmbedding(torch.nn.Module):
         rotary_base: float = 10000.0,
         interleaved: bool = False,
     ) -> None:
-        """Keeps what angles are made of at each call.
+        """Stores the options. Each call computes its angles.
 
         Args:
             dim: features of a head.
-            rotary_percent: the share of these that is rotated, the first ones.
-            seq_len_interpolation_factor: positions are divided by it, at every length; None: by 1.
-            pretrained_max_position_embeddings: how many positions the model was trained with. A sequence longer than `seq_len_interpolation_factor`
-                times as many has its positions divided by more, so that they end where those of training did. None: no position is divided.
-            rotary_base: the base of the frequencies.
+            rotary_percent: the share of the features that is rotated; the first features are. With less than 1, "dim" in the formula is their number.
+            seq_len_interpolation_factor: positions are divided by it, if `pretrained_max_position_embeddings` is given too; None: by 1.
+            pretrained_max_position_embeddings: number of positions in training. Positions of a sequence longer than `seq_len_interpolation_factor`
+                times as many are divided by length / this number, so that they stay in the range of training. None: no position is divided.
+            rotary_base: base of the frequencies, above 0.
             interleaved: whether features 2 i and 2 i + 1 are a pair, rather than i and i + `dim` / 2.
         """
         super().__init__()
@@ -72,20 +72,20 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings = factor, trained
         self.rotary_base, self._rotated = rotary_base, rotated
         self.interleaved = flag(op, "interleaved", interleaved)
-        self.register_buffer("_place", torch.empty(0), persistent=False)  # tells the device to which the model has moved
+        self.register_buffer("_place", torch.empty(0), persistent=False)  # it moves with the model, so its device is the model's
 
     @property
     def inv_freq(self) -> torch.Tensor:
-        """The frequency of each pair. It is float32 and made anew each time, so that neither a cast of the model nor the meta device changes it."""
+        """The frequency of each pair, float32 [rotated features / 2]. Each access computes it, so neither a model's cast nor the meta device changes it."""
         pairs = torch.arange(0, self._rotated, 2, dtype=torch.float32, device=self._place.device)
         return 1 / torch.pow(self.rotary_base, pairs / self._rotated)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        state_dict.pop(f"{prefix}inv_freq", None)  # of TransformerEngine, which saves it; made anew here
+        state_dict.pop(f"{prefix}inv_freq", None)  # TransformerEngine saves it; here it is computed from the options
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """The angles of positions `offset` to `offset + max_seq_len`, float32 [max_seq_len, 1, 1, features that are rotated]."""
+        """The angles of positions `offset` to `offset + max_seq_len` - 1, float32 [max_seq_len, 1, 1, rotated features]."""
         positions = torch.arange(max_seq_len, device=self._place.device, dtype=torch.float32) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None and trained is not None:
@@ -96,13 +96,13 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
 
 def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str = "sbhd", interleaved: bool = False) -> torch.Tensor:
-    """Rotates pairs of features of `t` by `freqs`, in float32; the result has the dtype of `t`.
+    """(a cos - b sin, a sin + b cos) for each pair (a, b) of the first features of `t` and its angle. It computes in float32; the result is like `t`.
 
     Args:
         t: [sequence, batch, heads, features], or with "bshd" [batch, sequence, heads, features].
-        freqs: [at least sequence, 1, 1, features that are rotated], as `RotaryPositionEmbedding` gives it.
+        freqs: angles [at least sequence, 1, 1, rotated features], as `RotaryPositionEmbedding` returns them. Other sizes raise ValueError.
         tensor_format: "sbhd" or "bshd".
-        interleaved: how pairs lie, as for `RotaryPositionEmbedding`.
+        interleaved: which features are a pair, as for `RotaryPositionEmbedding`.
     """
     _check_format("apply_rotary_pos_emb", "tensor_format", tensor_format)
     length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
@@ -126,10 +126,10 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
 
 
 class MultiheadAttention(torch.nn.Module):
-    """y = attention(norm(x) Wq^T, norm(x) Wk^T, norm(x) Wv^T) Wo^T, the attention torch's `scaled_dot_product_attention`.
+    """y = attention(norm(x) Wq^T, norm(x) Wk^T, norm(x) Wv^T) Wo^T, with torch's `scaled_dot_product_attention`. y has the shape of x.
 
-    Names of parameters are TransformerEngine's: `layernorm_qkv` (or `qkv`, without a norm), with `query_weight`, `key_weight` and
-    `value_weight` or, with `fuse_qkv_params`, one `weight`; `proj`; `q_norm` and `k_norm`.
+    Submodules and parameters have TransformerEngine's names: `layernorm_qkv` (without a norm `qkv`) has `query_weight`, `key_weight` and
+    `value_weight`, or with `fuse_qkv_params` one `weight`; the others are `proj`, `q_norm` and `k_norm`.
 
     >>> import torch, tandem
     >>> attention = tandem.MultiheadAttention(32, 4, num_gqa_groups=2, attention_dropout=0, bias=False)
@@ -185,41 +185,41 @@ class MultiheadAttention(torch.nn.Module):
         rotary_pos_interleaved: bool = False,
         softmax_type: str = "vanilla",
     ) -> None:
-        """Makes the projections.
+        """Creates the projections and norms, and draws their weights.
 
         Args:
             hidden_size: features of x and y.
             num_attention_heads: heads of queries, over all ranks.
             kv_channels: features of a head; None: hidden_size / num_attention_heads.
-            attention_dropout: probability with which, in training, a weight of the attention becomes zero.
-            layernorm_epsilon, normalization, zero_centered_gamma: of the norm, as for `LayerNormLinear`.
-            init_method, output_layer_init_method: draw the weights before and behind the attention; None: as for `Linear`.
-            layer_number: under which `InferenceParams` keeps keys and values.
-            attn_mask_type: "causal": a position sees none behind it; "causal_bottom_right": the same, the last of each at one place; "padding" and
-                "arbitrary": those that `attention_mask` leaves; "padding_causal": both; "no_mask": all.
-            window_size: None or (-1, -1), with a causal mask (-1, 0): no other value is known yet.
-            tp_group, tp_size, sequence_parallel: with `set_parallel_mode`, as for `Linear`: ranks share the heads.
-            num_gqa_groups: heads of keys and values; None: as many as of queries.
-            fuse_wgrad_accumulation: as for `Linear`, with `fuse_qkv_params`.
-            params_dtype, device: of the parameters.
-            return_bias: whether the bias of the projection behind the attention is not added but returned.
-            return_layernorm_output: with `input_layernorm`, whether its output is returned too, as the last.
-            input_layernorm: whether a norm comes first.
-            attention_type: "self"; no other value is known yet.
+            attention_dropout: probability, from 0 to 1, that in training an attention weight becomes zero.
+            layernorm_epsilon, normalization, zero_centered_gamma: options of the norm, as for `LayerNormLinear`.
+            init_method, output_layer_init_method: draw the weights of the first and of the output projection; None: as for `Linear`.
+            layer_number: key of this layer in `InferenceParams`, which need one.
+            attn_mask_type: "causal" and "causal_bottom_right": a query sees no later key, the last query aligned with the last key. "padding" and
+                "arbitrary": a query sees the keys that `attention_mask` leaves. "padding_causal": both restrict. "no_mask": a query sees all keys.
+            window_size: None or (-1, -1), with a causal mask also (-1, 0); other values raise NotImplementedError.
+            tp_group, tp_size, sequence_parallel: with `set_parallel_mode`, as for `Linear`: the ranks share the heads.
+            num_gqa_groups: heads of keys and of values; None: as many as heads of queries.
+            fuse_wgrad_accumulation: as for `Linear`; it needs `fuse_qkv_params`.
+            params_dtype, device: dtype and device of the parameters; None: torch's defaults.
+            return_bias: whether a call returns the bias of the output projection after y instead of adding it.
+            return_layernorm_output: with `input_layernorm`: whether a call returns the output of the norm too, as its last result.
+            input_layernorm: whether a norm comes before the first projection.
+            attention_type: "self"; other values raise NotImplementedError.
             set_parallel_mode: whether the ranks of `tp_group` compute together.
             fuse_qkv_params: whether queries, keys and values have one weight.
-            qkv_weight_interleaved: whether that weight has the heads of each group of keys together, and not all queries first.
+            qkv_weight_interleaved: whether the rows of that weight are ordered by group of heads, rather than all queries, all keys, all values.
             bias: whether the projections have biases.
             qkv_format: "sbhd": x is [sequence, batch, features]; "bshd": [batch, sequence, features].
-            qk_norm_type: what goes over the features of each head of queries and keys: "RMSNorm", "LayerNorm", "L2Normalization" or None.
-            qk_norm_eps: of these.
-            qk_norm_before_rope: whether they come before rotary position embedding.
-            rotary_pos_interleaved: how pairs lie, as for `RotaryPositionEmbedding`.
-            name: kept as an attribute.
+            qk_norm_type: norm over the features of each head of queries and keys: "RMSNorm", "LayerNorm", "L2Normalization" or None.
+            qk_norm_eps: `eps` of the norms of queries and keys.
+            qk_norm_before_rope: whether these norms come before rotary position embedding, rather than after it.
+            rotary_pos_interleaved: which features are a pair, as for `RotaryPositionEmbedding`.
+            name: stored as an attribute.
             seq_length, micro_batch_size: not used.
-            get_rng_state_tracker: as for `Linear`; without `sequence_parallel` the dropout of the attention is drawn in its `fork()` too.
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False; no other value is known yet.
-            softmax_type: "vanilla", likewise.
+            get_rng_state_tracker: as for `Linear`. Without `sequence_parallel`, attention dropout is drawn in its `fork()` too.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False; other values raise NotImplementedError.
+            softmax_type: "vanilla"; other values raise NotImplementedError.
         """
         given = locals()
         super().__init__()
@@ -275,7 +275,7 @@ class MultiheadAttention(torch.nn.Module):
             init_method=output_layer_init_method,
             parallel_mode="row" if together else None,
             return_bias=return_bias,
-            # Attention keeps its result for its own backward, unless it drops any of it.
+            # Without dropout the attention keeps its result for its own backward, so keeping this x costs no memory.
             save_original_input=not attention_dropout,
             **shared,
         )
@@ -293,16 +293,16 @@ class MultiheadAttention(torch.nn.Module):
         return made[0], made[1]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        drop_extra_state(state_dict, f"{prefix}core_attention._extra_state")  # of TransformerEngine's attention, which has no parameters
+        drop_extra_state(state_dict, f"{prefix}core_attention._extra_state")  # TransformerEngine writes this entry for an attention without parameters
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _heads(self, mixed: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values, each [.., .., heads, features]."""
+        """The queries, keys and values in the projection's result, each [.., .., heads, features]."""
         per_group = self.num_heads // self.num_groups
         if self.is_interleaved:
             parts = mixed.unflatten(-1, (self.num_groups, per_group + 2, self.channels)).split([per_group, 1, 1], -2)
             return [part.flatten(-3, -2) for part in parts]
-        if per_group == 1:  # one view for all three
+        if per_group == 1:  # equal sizes: one view and one unbind instead of a split and three views
             return list(mixed.unflatten(-1, (3, self.num_heads, self.channels)).unbind(-3))
         query, key = self.num_heads * self.channels, self.num_groups * self.channels
         return [part.unflatten(-1, (-1, self.channels)) for part in mixed.split([query, key, key], -1)]
@@ -333,7 +333,7 @@ class MultiheadAttention(torch.nn.Module):
         inference_params: InferenceParams | None = None,
         checkpoint_core_attention: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the projection behind the attention reads, and the output of the norm if it is returned."""
+        """The result of the attention, with the heads side by side, and with `return_layernorm_output` the output of the norm, else None."""
         mask_type = attn_mask_type or self.attn_mask_type
         self._check_call(attention_mask, mask_type, inference_params)
         if hidden_states.dim() != 3:
@@ -348,7 +348,7 @@ class MultiheadAttention(torch.nn.Module):
             length, batch = mixed.shape[:2] if is_sbhd else (mixed.shape[1], mixed.shape[0])
             attention_mask = self._seen_or_added(attention_mask, (batch, self.num_heads, length, offset + length), mixed)
         is_one_view = self.num_heads == self.num_groups and not self.is_interleaved
-        if is_one_view and rotary_pos_emb is None and inference_params is None and self.q_norm is None:  # three views less, and their gradients
+        if is_one_view and rotary_pos_emb is None and inference_params is None and self.q_norm is None:  # this saves three views and their gradients
             heads = mixed.unflatten(-1, (3, self.num_heads, self.channels))
             by_head = [*heads.permute(*((2, 1, 3, 0, 4) if is_sbhd else (2, 0, 3, 1, 4)))]
         else:
@@ -365,11 +365,11 @@ class MultiheadAttention(torch.nn.Module):
         return (y.permute(2, 0, 1, 3) if is_sbhd else y.transpose(1, 2)).flatten(-2), normed
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Does so of all parts, as `Linear` says."""
+        """Replaces the process group of all modules inside, as `Linear.set_tensor_parallel_group` does."""
         set_group_inside(self, tp_group)
 
     def _calls_of_parts(self, x: torch.Tensor, *arguments: Any) -> Iterator[tuple[Any, ...]]:
-        """The parts and what they are called with, for `verify`."""
+        """The pipelines and the arguments of their calls, for `verify`."""
         yield (self.layernorm_qkv if self.input_layernorm else self.qkv), x
         yield self.proj, self.context(x, *arguments)[0].detach()
 
@@ -402,7 +402,7 @@ class MultiheadAttention(torch.nn.Module):
         query, key, value = by_head
         rows, columns = query.shape[-2], key.shape[-2]
         is_causal = "causal" in mask_type
-        if is_causal and (mask is not None or rows != columns):  # torch's own causal mask has the first positions at one place, not the last
+        if is_causal and (mask is not None or rows != columns):  # torch's own causal mask aligns the first positions, not the last
             causal = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
             if mask is None:
                 mask = causal
@@ -424,13 +424,13 @@ class MultiheadAttention(torch.nn.Module):
         return y
 
     def _seen_or_added(self, mask: torch.Tensor, sizes: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """The mask as torch's attention reads it: true where a position is seen, or what is added to the scores."""
+        """The mask as torch's attention reads it: booleans with True where a key is seen, or numbers that are added to the scores."""
         if mask.dim() > 4 or any(own not in (1, size) for own, size in zip(reversed(mask.shape), reversed(sizes), strict=False)):
             raise ValueError(
                 f"{self._get_name()}: expected attention_mask that broadcasts to [batch, heads, positions, positions of keys] = {list(sizes)}, got "
                 f"{list(mask.shape)}. Reshape it; positions of keys are those of earlier calls too."
             )
-        if mask.device != like.device:  # torch's attention reads memory that is none
+        if mask.device != like.device:  # torch's attention does not check it, and would read invalid memory
             raise ValueError(f"{self._get_name()}: expected attention_mask on {like.device}, where x lies, got {mask.device}. Move it there.")
         mask = mask[(None,) * (4 - mask.dim())]
         return ~mask if mask.dtype is torch.bool else mask.to(like.dtype)
@@ -449,20 +449,20 @@ class MultiheadAttention(torch.nn.Module):
         checkpoint_core_attention: bool = False,
         **unused: Any,
     ) -> Any:
-        """y, then the bias if it is not added, then the output of the norm if it was asked for.
+        """y, then with `return_bias` the bias of the output projection, then with `return_layernorm_output` the output of the norm.
 
         Args:
-            hidden_states: x, as `qkv_format` says.
-            attention_mask: what broadcasts to [batch, heads, positions, positions of keys]: booleans, of which True leaves a position out, or numbers
-                that are added to the scores. A causal type leaves out what is behind a position as well.
-            attn_mask_type: instead of that of the constructor.
+            hidden_states: x, [sequence, batch, hidden_size] or, with `qkv_format` "bshd", [batch, sequence, hidden_size].
+            attention_mask: booleans, with True where a query does not see a key, or numbers that are added to the scores. It broadcasts to [batch,
+                heads, positions, positions of keys], earlier positions of `inference_params` among the keys. A causal type hides later keys too.
+            attn_mask_type: overrides the constructor's `attn_mask_type` for this call; None: the constructor's counts.
             window_size: as for the constructor.
-            rotary_pos_emb: what `RotaryPositionEmbedding` gives, for queries and keys, or one for each.
-            inference_params: keys and values of earlier positions.
+            rotary_pos_emb: angles of `RotaryPositionEmbedding` for queries and keys, or a tuple of angles for queries and angles for keys.
+            inference_params: cache of the keys and values of earlier positions. It needs `layer_number`.
             is_first_microbatch: as for `Linear`.
-            checkpoint_core_attention: whether backward computes the attention between the projections again instead of keeping what it needs.
-            encoder_output: None; no other value is known yet.
-            unused: the other arguments of TransformerEngine at their defaults, likewise.
+            checkpoint_core_attention: whether backward recomputes the attention between the projections instead of keeping what it needs.
+            encoder_output: None; other values raise NotImplementedError.
+            unused: the other arguments of TransformerEngine at their defaults; other values raise NotImplementedError.
         """
         if unused or encoder_output is not None:
             check_unused(self._get_name(), encoder_output=encoder_output, **unused)
@@ -489,13 +489,13 @@ class MultiheadAttention(torch.nn.Module):
 
 
 def set_group_inside(module: torch.nn.Module, tp_group: Any) -> None:
-    """Calls `set_tensor_parallel_group` of the modules inside."""
+    """Calls `set_tensor_parallel_group` of all modules of this library inside a module."""
     for part in module.modules():
         if part is not module and isinstance(part, (Module, MultiheadAttention)):
             part.set_tensor_parallel_group(tp_group)
 
 
-_UNUSED = {  # what TransformerEngine has further, with its defaults
+_UNUSED = {  # further arguments of TransformerEngine's forward, with their defaults
     **dict.fromkeys(("encoder_output", "enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")),
     **dict.fromkeys(("core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv", "pad_between_seqs")),
@@ -505,7 +505,7 @@ _UNUSED = {  # what TransformerEngine has further, with its defaults
 
 
 def check_unused(op: str, **arguments: Any) -> None:
-    """Raises where an argument of a call is none of TransformerEngine's, or not at its default."""
+    """Raises TypeError for an argument that TransformerEngine does not have, and NotImplementedError for one that is not at its default."""
     for name, value in arguments.items():
         if name not in _UNUSED:
             raise TypeError(f"{op}: expected arguments of its forward, got an unexpected keyword argument {name!r}. Leave it out.")
@@ -523,7 +523,7 @@ def _check_mask(op: str, mask_type: str) -> None:
 
 
 def check_window(op: str, window: Window | None, mask_type: str) -> None:
-    """Raises where a window is asked for that leaves more out than the mask does."""
+    """Raises NotImplementedError for a window that hides more keys than the mask type does."""
     allowed = (None, (-1, -1), (-1, 0)) if "causal" in mask_type else (None, (-1, -1))
     if (None if window is None else tuple(window)) not in allowed:
         raise NotImplementedError(f"{op}: expected window_size {allowed[-1]} or None, got {window}. Leave positions out with attention_mask.")

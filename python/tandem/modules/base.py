@@ -1,4 +1,4 @@
-"""What the modules share: parameters under names of their own, parts that compute with them, a bias that may be returned instead of added."""
+"""The base of the modules: it owns the parameters of the basic ops that compute, and may return a bias instead of adding it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tandem.quantized.init import note_init, quantize_weights
 from tandem.quantized.weights import in_microbatch
 
 Init = Callable[[torch.Tensor], Any]
-Rows = Mapping[str, int]  # by name of each part of a parameter, in order
-Parts = list[tuple[BasicOperation, Mapping[str, str | Rows]]]  # with the module's name of each parameter, or those of its parts
+Rows = Mapping[str, int]  # the rows of each part of a parameter, by the part's name, in order
+Parts = list[tuple[BasicOperation, Mapping[str, str | Rows]]]  # an op, and for each of its parameters the module's name, or the names and rows of parts
 
-# What TransformerEngine's constructors take of which this version knows one value only.
+# Arguments of TransformerEngine's constructors of which this version supports one value only.
 _ONE_VALUE: dict[str, Any] = {
     **dict.fromkeys(("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_tp_comm_overlap"), False),
     **dict.fromkeys(("parallel_attention_mlp", "apply_residual_connection_post_layernorm"), False),
@@ -38,12 +38,12 @@ _NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "R
 
 
 def draw(weight: torch.Tensor) -> None:
-    """Gives a weight the first values that it has where nobody says more about it: TransformerEngine's."""
+    """Draws a weight as TransformerEngine does by default: from the normal distribution with mean 0 and deviation 0.023."""
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 def forked(get_rng_state_tracker: Callable[[], Any] | None, name: str | None = None) -> AbstractContextManager[Any]:
-    """In which weights are drawn: `fork(name)` of what the function returns; without one the global generator draws."""
+    """The context in which weights are drawn: `get_rng_state_tracker().fork(name)`; for None a context that does nothing, so the global generator draws."""
     if get_rng_state_tracker is None:
         return contextlib.nullcontext()
     context: AbstractContextManager[Any] = get_rng_state_tracker().fork(name) if name else get_rng_state_tracker().fork()
@@ -51,15 +51,15 @@ def forked(get_rng_state_tracker: Callable[[], Any] | None, name: str | None = N
 
 
 class ProductMixin:
-    """What all modules with products share, whether they are one op or several."""
+    """What all modules with products share, those of one op and those of several ops."""
 
     use_bias, return_bias, tp_size = Fixed(), Fixed(), Fixed()
     name: str | None
-    _x_dtype: torch.dtype | None = None  # of the last x that `check_dtype` has let through
+    _x_dtype: torch.dtype | None = None  # the dtype of the last x that `check_dtype` accepted
 
     @property
     def params_dtype(self: Any) -> torch.dtype:
-        """That of the parameters."""
+        """The dtype of the first parameter."""
         dtype: torch.dtype = next(self.parameters()).dtype
         return dtype
 
@@ -76,7 +76,7 @@ class ProductMixin:
 
 
 class Module(ProductMixin, JoinedMixin, CompositeOperation):
-    """Products, with a norm before them or without."""
+    """A module of products, with or without a norm before them."""
 
     sequence_parallel = Fixed()
 
@@ -91,12 +91,12 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Takes the parts, which are on the meta device, and makes their parameters.
+        """Takes ops that lie on the meta device, and creates their parameters as parameters of this module.
 
         Args:
-            parts: what a call runs.
-            inits: by name of a weight, what draws it and, where it has parts, these; None: the default.
-            result_bias: name and parts of the bias that `return_bias` keeps out of the pipeline.
+            parts: the ops that a call runs, in order.
+            inits: the function that draws each weight, or each part of a weight, by its name; None: `draw`.
+            result_bias: the name of the last product's bias, and the rows of its parts. With `return_bias` no op adds it.
         """
         name = self._get_name()
         self.use_bias, self.return_bias = flag(name, "bias", bias), flag(name, "return_bias", return_bias)
@@ -106,7 +106,7 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         taken = [(part, {own: self._take(part, own, ours, device, dtype) for own, ours in names.items()}) for part, names in parts]
         if not self.use_bias and self._result_bias not in self._parameters:
             self._lack(self._result_bias, "bias=False", "bias=True")
-        if self.use_bias and self.return_bias:  # nobody's part
+        if self.use_bias and self.return_bias:  # no op has this bias as its parameter
             for each, size in rows.items():
                 self._make(each, torch.Size([size]), device, dtype)
             self._note_parts(self._result_bias, rows)
@@ -126,7 +126,7 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
     def _take(
         self, part: BasicOperation, own: str, ours: str | Rows, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> tuple[str, ...]:
-        """Makes the module's parameters for one of a part; its name, or those of its parts."""
+        """Creates the module's parameters for the parameter `own` of an op, and returns their names: one, or one for each part."""
         shape = part.get_parameter(own).shape
         rows: Rows = {ours: shape[0]} if isinstance(ours, str) else ours
         for name, size in rows.items():
@@ -142,7 +142,7 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
             self._joined_rows[operand] = rows
 
     def _names_in_owner(self, part: BasicOperation, names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-        """The part's names of its parameters by those of this; of what has parts here, the part has as many."""
+        """The module's name of each parameter of an op, by the op's name. A parameter that has parts in the module gets the same parts in the op."""
         in_owner: dict[str, str] = {}
         for own, ours in names.items():
             if own in self._joined_rows and ours == tuple(self._joined_rows[own]):
@@ -158,11 +158,11 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._bring_together()  # of what was assigned
+        self._bring_together()  # an assigned state dict has put the parts in memory of their own
 
     @property
     def fuse_wgrad_accumulation(self) -> bool:
-        """Whether gradients of weights are added to their main_grad."""
+        """Whether backward adds the gradients of weights to their `main_grad`."""
         return any(part.accumulate_into_main_grad for part in self._products)
 
     @fuse_wgrad_accumulation.setter
@@ -190,7 +190,7 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         return [part for part in self.basic_ops if isinstance(part, BasicLinear)]
 
     def _mark_delayed(self) -> None:
-        """Tells what reduces gradients as they come to wait for `backward_dw`."""
+        """Marks weights whose gradients `backward_dw` computes, so that reducers of gradients wait for it."""
         for part in self._products:
             for weight in part._weights():
                 if part.delay_wgrad_compute:
@@ -201,8 +201,11 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Computes the gradients of the weights that the oldest backward has left, the last weight's first, and adds them to `grad`, or to
-        `main_grad`; biases have theirs since backward. Does nothing where backward leaves none. RuntimeError where there was no backward."""
+        """Computes the gradients of the weights that the oldest backward has left, the last weight's first, and adds them to `grad` or `main_grad`.
+
+        Backward itself has computed the gradients of biases. Without `delay_wgrad_compute` the method does nothing. If no backward has left
+        gradients, and no compiled code may have, it raises RuntimeError.
+        """
         if not self.need_backward_dw():
             return
         for part in reversed(self._products):
@@ -211,19 +214,19 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]) -> None:
-        """Has `backward_dw` call a hook at its end."""
+        """Registers a function without arguments that `backward_dw` calls at its end."""
         self.__dict__.setdefault("_wgrad_accumulation_and_reduce_hooks", []).append(wgrad_accumulation_and_reduce_hook)
 
     @property
     def tp_group(self) -> Any:
-        """The ranks that share the weights; None where none do."""
+        """The process group of the ranks that share the weights; None: one rank has them whole."""
         return next((part.process_group for part in self.basic_ops if isinstance(part, _Collective)), None)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Replaces the ranks that share the weights by another group of as many; with `tp_size=1` there is nothing to replace.
+        """Replaces the process group of the ranks that share the weights by another one of equal size. With `tp_size=1` nothing changes.
 
         Args:
-            tp_group: the ranks. ValueError where these are not `tp_size`.
+            tp_group: a group of `tp_size` ranks. Another size raises ValueError.
         """
         _replacement(self._get_name(), tp_group, self.tp_size)
         for part in self.basic_ops:
@@ -232,12 +235,15 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
 
     @property
     def apply_bias(self) -> bool:
-        """Whether the bias is added here, and not returned."""
+        """Whether the module has a bias and adds it instead of returning it."""
         return self.use_bias and not self.return_bias
 
     def reset_parameters(self) -> None:
-        """Draws the weights as their init_method says, sets biases to zero, and makes a norm one that neither scales nor shifts. Tells
-        what reduces gradients over ranks, as TransformerEngine does, which parameters all ranks hold."""
+        """Draws the weights by their init_method, sets biases to zero, and resets a norm so that it neither scales nor shifts.
+
+        It marks parameters as TransformerEngine does, for reducers of gradients: `tensor_model_parallel`, `partition_dim` and `partition_stride` on
+        those of which a rank has a part, `sequence_parallel` on the others.
+        """
         for part in self.basic_ops:
             if isinstance(part, (LayerNorm, RMSNorm)):
                 part.reset_parameters()
@@ -254,17 +260,17 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
                 param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dimension, 1  # type: ignore[attr-defined]
             else:
                 param.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-        self._bring_together()  # of what was on the meta device
+        self._bring_together()  # parameters that came from the meta device have memory of their own
 
     def _transformer_engine_states(self) -> Sequence[str]:
         return ("",)
 
     def _sharded_dimensions(self) -> dict[str, int]:
-        """The dimension of each parameter of which a rank holds a part."""
+        """The sharded dimension of each parameter of which a rank has a part only, by name."""
         raise NotImplementedError
 
     def _outputs(self, inp: torch.Tensor, run: Any, is_first_microbatch: bool | None) -> Any:
-        """What a call returns: y, the bias that is not added, the output of the norm."""
+        """The result of a call: y, then with `return_bias` the bias, then with `return_layernorm_output` the output of the norm."""
         if getattr(inp, "dtype", None) is not self._x_dtype:
             check_dtype(self, inp)
         if is_first_microbatch is None:
@@ -273,7 +279,7 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         else:
             with in_microbatch(is_first_microbatch):
                 outputs = super().forward(inp, _run=run)
-        if not self.__dict__["return_bias"]:  # what the attribute says, without its descriptor
+        if not self.__dict__["return_bias"]:  # `__dict__` is read as the descriptor of the attribute is slower
             return outputs
         y, *normed = outputs if isinstance(outputs, tuple) else (outputs,)
         bias = getattr(self, self._result_bias)
@@ -281,7 +287,7 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
 
 
 class NormedModule(Module):
-    """A norm, and products behind it."""
+    """A module of a norm and the products after it."""
 
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
@@ -298,7 +304,7 @@ class NormedModule(Module):
     def _norm_and(
         self, features: int, eps: float, zero_centered_gamma: bool, dtype: torch.dtype | None, gathering: list[BasicOperation], behind: Parts
     ) -> Parts:
-        """The parts: the norm over `features`, the collectives `gathering`, its output where it is returned, and what is behind them."""
+        """All parts of the module: the norm over `features`, the collectives `gathering`, the extra output for the norm's result, and `behind`."""
         norm = _NORMS[self.normalization](features, eps=eps, device="meta", dtype=dtype, zero_centered_gamma=zero_centered_gamma)
         if self.normalization == "RMSNorm":
             self._lack("layer_norm_bias", 'normalization="RMSNorm"', 'normalization="LayerNorm"')
@@ -308,12 +314,12 @@ class NormedModule(Module):
         return [(norm, {own: f"layer_norm_{own}" for own in norm._parameter_names}), *between, *behind]
 
     def reset_layer_norm_parameters(self) -> None:
-        """Makes the norm one that neither scales nor shifts."""
+        """Resets the norm so that it neither scales nor shifts."""
         self._norm.reset_parameters()
 
     @property
     def eps(self) -> float:
-        """That of the norm."""
+        """The norm's `eps`, which it adds to the variance or the mean square."""
         return self._norm.eps
 
     @eps.setter
@@ -322,7 +328,7 @@ class NormedModule(Module):
 
     @property
     def zero_centered_gamma(self) -> bool:
-        """Whether the norm's factor is 1 + weight."""
+        """Whether the norm multiplies by 1 + weight rather than by weight."""
         return self._norm.zero_centered_gamma
 
     @zero_centered_gamma.setter
@@ -335,7 +341,7 @@ class NormedModule(Module):
 
 
 def check_dtype(module: Any, x: Any) -> None:
-    """Raises TypeError, as TransformerEngine does, where x has not the dtype of the parameters and `torch.autocast` is not there to choose one."""
+    """Raises TypeError, as TransformerEngine does, if x and a parameter differ in dtype outside of `torch.autocast`."""
     if not isinstance(x, torch.Tensor) or x.is_meta or torch.is_autocast_enabled(x.device.type):
         return
     for name, param in module._parameters.items():
@@ -348,11 +354,11 @@ def check_dtype(module: Any, x: Any) -> None:
 
 
 def check_one_value(op: str, given: Mapping[str, Any], but: Sequence[str] = ()) -> None:
-    """Refuses another value of what is known at one only, of the arguments of a constructor.
+    """Raises if an argument of a constructor that supports one value only has another value.
 
     Args:
-        given: its arguments by name, among others.
-        but: those that are not looked at.
+        given: local variables of the constructor by name, its arguments among them.
+        but: names of arguments that are not checked.
     """
     for name, value in _ONE_VALUE.items():
         if name in given and name not in but:
@@ -360,13 +366,13 @@ def check_one_value(op: str, given: Mapping[str, Any], but: Sequence[str] = ()) 
 
 
 def check_mode(op: str, parallel_mode: str | None) -> None:
-    """How ranks share a weight: by its rows, by its columns, or not."""
+    """Raises ValueError unless `parallel_mode` is "column" (ranks share a weight's rows), "row" (its columns) or None."""
     if parallel_mode not in (None, "column", "row"):
         raise ValueError(f'{op}: expected parallel_mode None, "column" or "row", got {parallel_mode!r}. Name how ranks share the weight.')
 
 
 def sizes_of_rank(op: str, parallel_mode: str | None, in_features: int, out_features: int, ranks: int) -> tuple[int, int]:
-    """The columns and rows that a rank has of a weight."""
+    """The number of columns and of rows that a rank has of a weight [out_features, in_features]."""
     columns, rows = positive(op, "in_features", in_features), positive(op, "out_features", out_features)
     if parallel_mode == "column":
         rows = share(op, "out_features", rows, ranks)
@@ -376,13 +382,13 @@ def sizes_of_rank(op: str, parallel_mode: str | None, in_features: int, out_feat
 
 
 def check_group(op: str, group: Any, size: int) -> None:
-    """Raises where ranks are meant that nobody names."""
+    """Raises ValueError if `size` is not 1 and no group names the ranks."""
     if group is None and size != 1:
         raise ValueError(f"{op}: expected the ranks as tp_group, as tp_size is {size}, got None. Pass the process group, or tp_size=1.")
 
 
 def refuse_main_grad(op: str) -> None:
-    """Says that a product adds to the main_grad of one tensor."""
+    """Raises ValueError: a product can add its gradient to the main_grad of one tensor only, and `parameters_split` makes several."""
     raise ValueError(
         f"{op}: expected fuse_wgrad_accumulation=False with parameters_split, as a product adds to one main_grad, got True. Build one module "
         "for each part."

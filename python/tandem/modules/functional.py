@@ -1,12 +1,12 @@
-"""The modules as plain functions on argument structs: no module, no autograd, no state but what is passed in and returned.
+"""The modules as functions on argument structs, without a module and without autograd. All state is passed in and returned.
 
-Each module has three: `*_forward(args)` computes, `*_setup_context(args, results)` puts together what backward needs, and
-`*_backward(context, gradients)` gives the gradients by the names of the fields of `args`. They run the plan that the module's pipeline has:
-the same steps, fused in the same way, and so the same bits.
+Each module has three functions: `*_forward(args)` computes y, `*_setup_context(args, results)` collects what backward needs, and
+`*_backward(context, gradients)` returns the gradients by the names of the fields of `args`. The functions run the plan of the module's pipeline:
+they run equal steps with equal fusions, and results are equal bit by bit.
 
-No output shares memory with an argument, and nothing that forward saves does: the setup finds arguments again in `args`. It raises a ValueError where
-one that backward reads is another tensor than forward was given, or was written since; backward does where one was written since the setup. What is
-saved goes with the last step of backward that reads it.
+Neither outputs nor saved tensors share memory with an argument: the setup takes the arguments from `args`. It raises ValueError if an argument that
+backward reads is not the tensor that forward received, or was written since forward; backward raises it if one was written since the setup. The last
+step of backward that reads a saved tensor releases it.
 
 >>> import torch
 >>> from tandem.modules import functional
@@ -37,23 +37,23 @@ from tandem.recipe import Recipe
 from tandem.recipe.base import check_recipe
 
 _NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
-Field = tuple[str, int]  # of the arguments: name, and place where it is a list
+Field = tuple[str, int]  # a tensor in the arguments: name of the field, and index in it if the field is a list, else -1
 
 
 @dataclass(kw_only=True, slots=True)
 class _Args:
-    """What the functions of all modules take.
+    """Arguments that the functions of all modules take.
 
     Attributes:
-        needs_grad: names of the fields whose gradients are asked for; None: of all that are floating.
-        recipe: a recipe of `tandem.recipe`; None: plain numbers. Of a `DelayedScaling`, `recipe_state` is its state.
+        needs_grad: names of the fields whose gradients backward computes; None: all fields of floating-point tensors.
+        recipe: a recipe of `tandem.recipe`; None: nothing is quantized. `DelayedScaling` needs `recipe_state`.
         recipe_state: the number of the region as an int64 tensor [1], then `scale`, `amax_history` and `pending` of forward and of backward, as
-            `tandem.recipe_state` keeps them. They are written.
-        weight_workspaces: tensors that an earlier call has returned, none at first: codes of weights live there, and are made again where the
-            weight has changed. Those of another recipe are replaced by others, which are returned. None: weights are quantized in each call. Whoever else
-            writes them between forward and backward gets a ValueError there.
-        main_grads: by the name of a weight's field, what its gradient is added to, instead of being returned.
-        overwrite_main_grad: whether the gradient takes the place of what is there.
+            `tandem.recipe_state` keeps them. The functions write these tensors.
+        weight_workspaces: tensors that an earlier call returned, or an empty sequence at first. They hold the codes of weights, which are
+            requantized if the weight changed; with another recipe the call returns other tensors. None: each call quantizes the weights.
+            Backward raises ValueError if something else wrote a workspace since forward.
+        main_grads: tensors by the name of a weight's field. Backward adds the gradient to the tensor, and returns None for it.
+        overwrite_main_grad: whether the gradient overwrites the tensor instead.
     """
 
     needs_grad: Collection[str] | None = None
@@ -66,14 +66,14 @@ class _Args:
 
 @dataclass(kw_only=True, slots=True)
 class LinearArgs(_Args):
-    """Of y = inp weight^T + bias.
+    """Arguments of y = inp weight^T + bias.
 
     Attributes:
         inp: x [..., in_features].
         weight: [out_features, in_features].
         bias: [out_features], or None.
         parallel_mode, tp_group, sequence_parallel: as for `tandem.Linear`; `weight` is the part of this rank.
-        save_original_input: as for `tandem.Linear`; the output of a norm is made again in backward either way.
+        save_original_input: as for `tandem.Linear`. It has no effect on the output of a norm, which backward writes again in any case.
     """
 
     inp: torch.Tensor
@@ -87,12 +87,12 @@ class LinearArgs(_Args):
 
 @dataclass(kw_only=True, slots=True)
 class LayerNormLinearArgs(LinearArgs):
-    """Of y = norm(inp) weight^T + bias.
+    """Arguments of y = norm(inp) weight^T + bias.
 
     Attributes:
-        layer_norm_weight, layer_norm_bias: [in_features]; no bias with "RMSNorm".
+        layer_norm_weight, layer_norm_bias: [in_features]; the bias is None with "RMSNorm".
         normalization, eps, zero_centered_gamma: as for `tandem.LayerNormLinear`.
-        return_layernorm_output: whether the output of the norm is returned too.
+        return_layernorm_output: whether forward returns the output of the norm too.
     """
 
     layer_norm_weight: torch.Tensor
@@ -105,15 +105,15 @@ class LayerNormLinearArgs(LinearArgs):
 
 @dataclass(kw_only=True, slots=True)
 class LayerNormMLPArgs(_Args):
-    """Of y = activation(norm(inp) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias.
+    """Arguments of y = activation(norm(inp) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias.
 
     Attributes:
         inp: x [..., hidden_size].
-        layer_norm_weight, layer_norm_bias: [hidden_size]; no bias with "RMSNorm".
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias: of the products; both biases or none.
+        layer_norm_weight, layer_norm_bias: [hidden_size]; the bias is None with "RMSNorm".
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias: weights [rows, columns] and biases [rows] of the products; a bias may be None.
         normalization, eps, zero_centered_gamma, return_layernorm_output: as for `LayerNormLinearArgs`.
         activation, activation_params: as for `tandem.LayerNormMLP`.
-        checkpoint: whether backward computes the norm, the first product and the activation again.
+        checkpoint: whether backward recomputes the norm, the first product and the activation.
         tp_group, sequence_parallel: as for `tandem.LayerNormMLP` with `set_parallel_mode`; weights are the parts of this rank.
     """
 
@@ -137,13 +137,14 @@ class LayerNormMLPArgs(_Args):
 
 @dataclass(kw_only=True, slots=True)
 class GroupedLinearArgs(_Args):
-    """Of y_g = inp_g weights[g]^T + biases[g].
+    """Arguments of y_g = inp_g weights[g]^T + biases[g].
 
     Attributes:
-        inp: x [..., in_features], whose rows follow each other by group.
-        m_splits: the rows of each group.
-        weights: [out_features, in_features] each.
-        biases: [out_features] each, or None. `main_grads` has a list for "weights".
+        inp: x [..., in_features], its rows ordered by group.
+        m_splits: the number of rows of each group.
+        weights: one tensor [out_features, in_features] for each group.
+        biases: one tensor [out_features] for each group, or None.
+        main_grads: under "weights", a list with one tensor for each group.
     """
 
     inp: torch.Tensor
@@ -151,33 +152,33 @@ class GroupedLinearArgs(_Args):
     weights: Sequence[torch.Tensor]
     biases: Sequence[torch.Tensor] | None = None
     main_grads: Mapping[str, Any] = field(default_factory=dict)
-    _splits: tuple[Sequence[int], torch.Tensor] | None = field(default=None, init=False, repr=False, compare=False)  # of forward, which the setup looks for
+    _splits: tuple[Sequence[int], torch.Tensor] | None = field(default=None, init=False, repr=False, compare=False)  # as forward read them
 
 
 class Results(NamedTuple):
-    """What forward gives."""
+    """The results of forward, of which the setup takes all but y."""
 
     y: torch.Tensor
-    layernorm_output: torch.Tensor | None  # where it was asked for
-    weight_workspaces: list[torch.Tensor] | None  # where there are such
-    saved: list[torch.Tensor | None]  # what backward reads; None for what the arguments have
-    carried: list[tuple[int, list[int]]]  # sizes that it reads: place of a saved value, sizes
-    read: list[tuple[int, int]]  # memory and version of the argument in the place of each saved tensor, zeros where it is none; of the workspaces likewise
+    layernorm_output: torch.Tensor | None  # None without `return_layernorm_output`
+    weight_workspaces: list[torch.Tensor] | None  # None if `weight_workspaces` was
+    saved: list[torch.Tensor | None]  # the values that backward reads; None for a value that is an argument
+    carried: list[tuple[int, list[int]]]  # sizes that backward reads: index in `saved`, sizes
+    read: list[tuple[int, int]]  # memory and version of the argument that saved[i] is, zeros if it is none; then those of the workspaces
 
 
 class Context:
-    """What backward needs. `tandem.modules.functional.linear_setup_context` and its like make it."""
+    """What backward needs. The functions `*_setup_context` of `tandem.modules.functional` create it."""
 
     def __init__(self, inner: _C.PlainContext, call: _Call) -> None:
-        """Takes what C++ has."""
+        """Wraps the context of the library, and notes which field each gradient belongs to."""
         self._inner, self._fields, self._asked, self._outputs = inner, call.fields, call.asked, call.outputs
 
     def saved_bytes(self) -> int:
-        """Bytes of what is kept, arguments aside; 0 once backward has run."""
+        """Bytes of the tensors that are kept for backward, without arguments; 0 once backward has run without `retain`."""
         return self._inner.saved_bytes()
 
     def saved(self) -> list[torch.Tensor]:
-        """What is kept, arguments aside."""
+        """The tensors that are kept for backward, without arguments."""
         saved: list[torch.Tensor] = self._inner.saved()
         return saved
 
@@ -186,7 +187,7 @@ Gradient = torch.Tensor | None | list[torch.Tensor | None]
 
 
 class _Call:
-    """The pipeline of a module on arguments: its ops, their operands, and which fields these are."""
+    """The ops of a module's pipeline, their operands, and the field of the arguments that each operand is."""
 
     def __init__(self, args: _Args) -> None:
         self.args = args
@@ -206,13 +207,13 @@ class _Call:
             raise TypeError(f"{type(self.args).__name__}: expected {name} to be a tensor, got {type(value).__name__}. Pass one.")
 
     def give(self, tensor: torch.Tensor, name: str | None) -> None:
-        """An input, and the field that it is."""
+        """Adds an input, which is the field `name`; None: no gradient is returned for it."""
         self.check_tensor(tensor, name or "m_splits")
         self.inputs.append(tensor)
         self.input_fields.append(None if name is None else (name, -1))
 
     def add(self, op: str, options: Mapping[str, Any], operands: Sequence[tuple[Field, torch.Tensor]] = (), **more: Any) -> None:
-        """An op with its parameters."""
+        """Adds an op with its parameters."""
         for (name, element), tensor in operands:
             self.check_tensor(tensor, name if element < 0 else f"{name}[{element}]")
         if op in ("basic_linear", "grouped_linear"):
@@ -238,7 +239,7 @@ class _Call:
         )
 
     def add_parts(self, parts: Sequence[Any]) -> None:
-        """Collectives."""
+        """Adds ops without parameters, such as collectives."""
         for part in parts:
             self.add(part._kind, part._options())
 
@@ -273,7 +274,7 @@ class _Call:
 
     @property
     def fields(self) -> list[Field | None]:
-        """What each gradient is of."""
+        """The field of each input and then of each parameter, in the order of the gradients."""
         return [*self.input_fields, *self.param_fields]
 
     @functools.cached_property
@@ -395,17 +396,17 @@ def linear_forward(args: LinearArgs) -> Results:
 
 
 def linear_setup_context(args: LinearArgs, results: Results) -> Context:
-    """What `linear_backward` needs of a forward. ValueError where `results` are those of other arguments."""
+    """The context for `linear_backward`. It raises ValueError if `results` do not belong to `args`."""
     return _setup_context(_linear, args, results)
 
 
 def linear_backward(context: Context, grad_y: torch.Tensor | None, *, retain: bool = False) -> dict[str, Gradient]:
-    """Gradients by field; None for a gradient that goes into a `main_grad`.
+    """The gradients by field; None for a gradient that is added to a `main_grad`.
 
     Args:
-        context: of the setup. What it keeps goes with the last step that reads it, unless `retain`: then it serves once more.
+        context: the result of the setup.
         grad_y: the gradient of y.
-        retain: see `context`.
+        retain: whether the context keeps its tensors for another call of backward, instead of releasing each after its last use.
     """
     return _backward(context, grad_y, retain=retain)
 
@@ -423,7 +424,7 @@ def layernorm_linear_setup_context(args: LayerNormLinearArgs, results: Results) 
 def layernorm_linear_backward(
     context: Context, grad_y: torch.Tensor | None, grad_layernorm_output: torch.Tensor | None = None, *, retain: bool = False
 ) -> dict[str, Gradient]:
-    """As `linear_backward`; `grad_layernorm_output` is that of the norm's output, where this was returned."""
+    """As `linear_backward`; `grad_layernorm_output` is the gradient of the norm's output, if forward returned that."""
     return _backward(context, grad_y, grad_layernorm_output, retain=retain)
 
 

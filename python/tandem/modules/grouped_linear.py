@@ -15,7 +15,7 @@ from tandem.quantized.weights import in_microbatch
 
 
 class GroupedLinear(ProductMixin, ops.GroupedLinear):
-    """y_g = x_g weight_g^T + bias_g for groups of rows that follow each other: `ops.GroupedLinear`.
+    """y_g = x_g weight_g^T + bias_g for each group g of consecutive rows: x [..., in_features] -> y [..., out_features].
 
     >>> import torch, tandem
     >>> experts = tandem.GroupedLinear(3, 4, 2)
@@ -52,25 +52,26 @@ class GroupedLinear(ProductMixin, ops.GroupedLinear):
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:
-        """Makes `num_gemms` products, each with a weight that is drawn and a bias of zeros.
+        """Draws `num_gemms` weights and sets as many biases to zeros.
 
         Args:
-            num_gemms: how many groups there are.
+            num_gemms: number of groups.
             in_features: size of the last dimension of x, over all ranks.
             out_features: size of the last dimension of y, over all ranks.
-            fuse_wgrad_accumulation: whether gradients of weights are added to their main_grad, as `ops.GroupedLinear` says.
-            tp_group, tp_size: the ranks that share each weight; what they exchange is up to who calls, as in TransformerEngine.
-            init_method: draws each weight, in place; None: from the normal distribution with a deviation of 0.023.
-            bias: whether there are biases; False where ranks share the weights.
-            return_bias: whether biases are not added but returned, behind y, as a list.
-            params_dtype, device: of the parameters.
-            parallel_mode: "column": each rank holds a part of the output features; "row": of the input features; None: all.
+            fuse_wgrad_accumulation: whether backward adds gradients of weights to their `main_grad`, as for `ops.GroupedLinear`.
+            tp_group, tp_size: the process group of the ranks that share each weight, and its size. The module runs no collective: the caller
+                exchanges x and y, as with TransformerEngine.
+            init_method: draws each weight in place; None: from the normal distribution with mean 0 and deviation 0.023.
+            bias: whether each group has a bias. True raises ValueError if several ranks share the weights.
+            return_bias: whether a call returns the list of biases after y instead of adding them.
+            params_dtype, device: dtype and device of the parameters; None: torch's defaults.
+            parallel_mode: "column": each rank has a part of the output features; "row": of the input features; None: all features.
             delay_wgrad_compute, single_grouped_weight, single_grouped_bias: as for `ops.GroupedLinear`.
-            save_original_input: either, and neither changes anything: the rows are kept as they are, and quantized again in backward.
+            save_original_input: a bool without effect: forward keeps the rows themselves, and backward requantizes them.
             sequence_parallel, ub_name, use_grouped_tensor: not used.
-            name: kept as an attribute.
+            name: stored as an attribute.
             get_rng_state_tracker, rng_tracker_name: as for `Linear`.
-            ub_overlap_rs, ub_overlap_ag: False; no other value is known yet.
+            ub_overlap_rs, ub_overlap_ag: False; other values raise NotImplementedError.
         """
         op = type(self).__name__
         check_one_value(op, locals())
@@ -112,7 +113,7 @@ class GroupedLinear(ProductMixin, ops.GroupedLinear):
 
     @property
     def fuse_wgrad_accumulation(self) -> bool:
-        """Whether gradients of weights are added to their main_grad."""
+        """Whether backward adds the gradients of weights to their `main_grad`."""
         return self.accumulate_into_main_grad
 
     @fuse_wgrad_accumulation.setter
@@ -120,11 +121,11 @@ class GroupedLinear(ProductMixin, ops.GroupedLinear):
         self.accumulate_into_main_grad = flag(self._get_name(), "fuse_wgrad_accumulation", value)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Replaces the ranks that share the weights, which exchange nothing here."""
+        """Sets the attribute `tp_group`. The module runs no collective, so nothing else changes."""
         self.tp_group = tp_group
 
     def reset_parameters(self) -> None:
-        """Draws the weights as init_method says and sets biases to zero."""
+        """Draws the weights by init_method and sets the biases to zero."""
         for name, param in self.named_parameters(recurse=False):
             if name in self._main_grad_names:
                 for own in param if self.single_grouped_weight else [param]:
@@ -143,14 +144,14 @@ class GroupedLinear(ProductMixin, ops.GroupedLinear):
         *,
         _run: Any = None,
     ) -> Any:
-        """y, then the list of biases if they are not added.
+        """y [..., out_features], then with `return_bias` the list of biases.
 
         Args:
-            inp: x, whose rows follow each other by group.
-            m_splits: the rows of each group.
+            inp: x [..., in_features], its rows ordered by group.
+            m_splits: the number of rows of each group, as a sequence or a tensor of integers.
             is_first_microbatch: as for `Linear`.
-            out: where y is written; None: a fresh tensor.
-            dgrad_out: where the gradient of x is written, likewise.
+            out: tensor into which y is written; None: a new tensor.
+            dgrad_out: tensor into which backward writes the gradient of x; None: a new tensor.
         """
         if getattr(inp, "dtype", None) is not self._x_dtype:
             check_dtype(self, inp)
@@ -175,4 +176,4 @@ def _whole_numbers(op: str, splits: Sequence[int]) -> list[int]:
     return numbers
 
 
-GroupedLinear._library_forward = GroupedLinear.forward  # so that containers take it into their pipelines
+GroupedLinear._library_forward = GroupedLinear.forward  # containers take a module with this forward into their pipelines

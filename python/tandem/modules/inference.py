@@ -1,4 +1,4 @@
-"""`InferenceParams`: the keys and values of a sequence that is generated."""
+"""`InferenceParams`: a cache of keys and values for generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.quantized.views import has_tangent, levels
 
 
 class InferenceParams:
-    """Keys and values of a sequence that is generated, by layer.
+    """A cache of the keys and values of all positions so far, by layer. The caller adds the length of each step to `sequence_len_offset`.
 
     >>> import torch, tandem
     >>> layer = tandem.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, layer_number=1).eval()
@@ -29,49 +29,52 @@ class InferenceParams:
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
-        """Makes room for nothing yet: each layer does at its first call.
+        """Creates an empty cache. The first call of each layer allocates memory for its keys and values.
 
         Args:
-            max_batch_size: how many sequences there may be.
-            max_sequence_length: how long they may become.
+            max_batch_size: largest number of sequences.
+            max_sequence_length: largest number of positions of a sequence.
         """
         self.max_batch_size = positive("InferenceParams", "max_batch_size", max_batch_size)
         self.max_sequence_length = positive("InferenceParams", "max_sequence_length", max_sequence_length)
-        self.sequence_len_offset = 0  # positions that are there already; who generates moves it on, once per step
+        self.sequence_len_offset = 0  # positions that earlier steps have written; the caller adds to it, once per step
         self.batch_size_offset = 0
         self.key_value_memory_dict: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._writers: dict[int, weakref.ref[Any]] = {}  # of the layers in the dictionary
-        self._recorded: dict[tuple[int, int], int] = {}  # by layer and sequence the first position whose key and value have come with a gradient
-        self._dual: dict[tuple[int, int], int] = {}  # likewise with a tangent
+        self._writers: dict[int, weakref.ref[Any]] = {}  # the module that writes under each layer number
+        self._recorded: dict[tuple[int, int], int] = {}  # by layer and sequence: the first position whose key or value required a gradient
+        self._dual: dict[tuple[int, int], int] = {}  # by layer and sequence: the first position whose key or value had a tangent
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writers": {}}  # a copy may serve a copy of the model
+        return {**self.__dict__, "_writers": {}}  # a copy of the cache may serve a copy of the model, whose modules are other objects
 
     def swap_key_value_dict(self, batch_indices: torch.Tensor) -> None:
-        """Reorders the sequences, as a beam search does.
+        """Reorders the cached sequences, for beam search.
 
         Args:
-            batch_indices: which sequence comes to each place, of those that there is room for.
+            batch_indices: integers [max_batch_size]: sequence i of the result is sequence batch_indices[i]. Another length raises ValueError.
         """
         if len(batch_indices) != self.max_batch_size:
             raise ValueError(f"InferenceParams: expected an index for each of {self.max_batch_size} sequences, got {len(batch_indices)}. Name all of them.")
         for layer, (key, value) in self.key_value_memory_dict.items():
             self.key_value_memory_dict[layer] = key[:, batch_indices], value[:, batch_indices]
         for known in (self._recorded, self._dual):
-            for (layer, _), first in [*known.items()]:  # any of them, without a look at indices
+            for (layer, _), first in [*known.items()]:  # any sequence may now hold the position, as the indices are not read
                 known.update({(layer, row): min(first, known.get((layer, row), first)) for row in range(self.max_batch_size)})
 
     def step(self, layer: int, key: torch.Tensor, value: torch.Tensor, writer: object | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes up keys and values [sequence, batch, heads, features] of new positions; those of all positions so far.
+        """Stores the keys and values of new positions, and returns the keys and values of all positions so far.
 
-        Gradients and tangents are those of the new positions. Those of earlier calls count as constants, and where they came with a gradient, backward
-        says so. Where they came with a tangent, this call does, under forward-mode differentiation.
+        All tensors are [sequence, batch, heads, features]. Only new positions have gradients and tangents; keys and values of earlier calls are constants.
 
         Args:
-            layer: the number under which they are kept.
-            key: of the new positions.
-            value: likewise.
-            writer: the module that asks, which is then the only one to write under this number; None: any may.
+            layer: number of the layer.
+            key: keys of the new positions.
+            value: values of the new positions.
+            writer: the module that calls. While it lives no other module may write under this number; None: no check.
+
+        Raises:
+            ValueError: more positions or sequences than there is room for, offsets that are no integers from 0, another module has written the layer.
+            RuntimeError: earlier keys or values had tangents, and forward-mode differentiation is on. Backward raises it for earlier gradients.
         """
         for name in ("sequence_len_offset", "batch_size_offset"):
             offset = getattr(self, name)
@@ -103,9 +106,9 @@ class InferenceParams:
         result = []
         for kept, new in zip(memory, (key, value), strict=True):
             kept[begin:end, first:last] = new.detach()
-            if is_recording or is_dual:  # what backward reads is no memory that a later step writes, and there are no tangents in that
+            if is_recording or is_dual:  # a copy: a later step writes the cache, which backward must not read, and the cache holds no tangents
                 y = torch.cat((kept[:begin, first:last].detach().to(new.dtype), new))
-                if is_recording and has_lost_gradients:  # on the way to new positions, as no backward for chosen inputs goes to earlier ones
+                if is_recording and has_lost_gradients:  # the hook sits on the result, as backward never reaches the cached positions
                     for each in [t for t in levels(y) if t.requires_grad] or [y.requires_grad_()]:
                         each.register_hook(_refuse_gradient)
                 result.append(y)
@@ -114,7 +117,7 @@ class InferenceParams:
         return result[0], result[1]
 
     def _claim(self, layer: int, writer: object | None) -> None:
-        """Raises where another module writes under this number. One that is gone makes room where a sequence begins."""
+        """Raises ValueError if another module writes under this number. If that module is gone and a sequence begins, the cache of the layer is dropped."""
         known = self._writers.get(layer) if layer in self.key_value_memory_dict else None
         owner = None if known is None else known()
         if writer is None or owner is writer:
@@ -130,7 +133,7 @@ class InferenceParams:
 
 
 def _note(known: dict[tuple[int, int], int], rows: set[tuple[int, int]], begin: int, comes: bool) -> bool:
-    """Whether positions before `begin` are known of any of these rows. Those behind are written now, and known where it `comes`."""
+    """Whether `known` has a position before `begin` for one of these rows. Positions from `begin` on are overwritten now; if it `comes`, they are noted."""
     for row in [row for row, first in known.items() if row in rows and first >= begin]:
         del known[row]
     is_earlier = any(row in rows for row in known)
@@ -140,7 +143,7 @@ def _note(known: dict[tuple[int, int], int], rows: set[tuple[int, int]], begin: 
 
 
 def _writable(kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`kept`, or a copy where `new` is wider, as behind torch.autocast, or where inference mode has made it and is over."""
+    """`kept`, or a copy of it: in the wider dtype of `new`, as torch.autocast may give it, or if `kept` is an inference tensor outside of inference mode."""
     wide = torch.promote_types(kept.dtype, new.dtype)
     is_closed = not is_dynamo_compiling() and kept.is_inference() and not torch.is_inference_mode_enabled()  # Dynamo cannot ask
     return kept.to(wide, copy=True) if is_closed else kept.to(wide)

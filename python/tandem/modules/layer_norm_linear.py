@@ -1,4 +1,4 @@
-"""`LayerNormLinear`: a norm and a product."""
+"""`LayerNormLinear`: a norm and a product with TransformerEngine's arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tandem.modules.linear import OneProduct, Sizes, split_repr
 
 
 class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
-    """y = norm(x) weight^T + bias, as one pipeline.
+    """y = norm(x) weight^T + bias, as one pipeline: x [..., in_features] -> y [..., out_features].
 
-    The parameters are `layer_norm_weight`, `layer_norm_bias`, `weight` and `bias`; state dicts of TransformerEngine are read as they are.
+    The parameters are `layer_norm_weight`, `layer_norm_bias`, `weight` and `bias`. State dicts of TransformerEngine load unchanged.
 
     >>> import torch, tandem
     >>> layer = tandem.LayerNormLinear(8, 4, normalization="RMSNorm")
@@ -55,34 +55,34 @@ class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
         symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:
-        """Makes a norm that neither scales nor shifts, a product whose weight is drawn, and a bias of zeros.
+        """Creates a norm that neither scales nor shifts, draws the weight, and sets the bias to zeros.
 
         Args:
             in_features: size of the last dimension of x, over all ranks.
             out_features: size of the last dimension of y, over all ranks.
-            eps: of the norm, as for `ops.RMSNorm`.
-            sequence_parallel: with a `parallel_mode`: the ranks share the first dimension outside.
-            fuse_wgrad_accumulation: whether the gradient of `weight` is added to `weight.main_grad`, as `ops.BasicLinear` says.
-            tp_group: the ranks that share the weight; None: no rank knows of another.
-            tp_size: 1, or with `tp_group`, whose size counts.
-            init_method: draws the weight, in place; None: from the normal distribution with a deviation of 0.023.
-            bias: whether there is one; False: `bias` is None.
+            eps: the norm adds it to the variance or the mean square.
+            sequence_parallel: with a `parallel_mode`: whether each rank has a part of the first dimension of x ("column") or of y ("row").
+            fuse_wgrad_accumulation: whether backward adds the gradient of `weight` to `weight.main_grad`, as for `ops.BasicLinear`.
+            tp_group: process group of the ranks that share the weight; None: this rank computes alone.
+            tp_size: 1, or any number with `tp_group`, whose own size counts.
+            init_method: draws the weight in place; None: from the normal distribution with mean 0 and deviation 0.023.
+            bias: whether the module has a bias; False: `bias` is None.
             normalization: "LayerNorm" or "RMSNorm".
-            return_bias: whether the bias is not added but returned, behind y.
-            params_dtype: of the parameters; None: `torch.get_default_dtype()`.
-            parallel_mode: "column": each rank holds a part of the output features, and gives these; "row": each holds a part of the input
-                features, and the bias is added behind the sum over ranks.
-            return_layernorm_output: whether the output of the norm is returned too, as the last.
-            return_layernorm_output_gathered: whether with `sequence_parallel` and "column" that output is the rows of all ranks.
-            zero_centered_gamma: whether the norm's factor is 1 + weight rather than weight.
-            device: where the parameters are made; None: torch's default device.
-            name: kept as an attribute.
+            return_bias: whether a call returns the bias after y instead of adding it.
+            params_dtype: dtype of the parameters; None: `torch.get_default_dtype()`.
+            parallel_mode: "column": each rank has a part of the output features, and computes that part of y; "row": each has a part of the input
+                features, and the bias is added after the sum over ranks.
+            return_layernorm_output: whether a call returns the output of the norm too, as its last result.
+            return_layernorm_output_gathered: whether with `sequence_parallel` and "column" that output contains the rows of all ranks.
+            zero_centered_gamma: whether the norm multiplies by 1 + weight rather than by weight.
+            device: device of the parameters; None: torch's default device.
+            name: stored as an attribute.
             ub_name: not used.
             parameters_split: as for `Linear`.
             delay_wgrad_compute: whether backward leaves the gradient of the weight to `backward_dw`.
-            get_rng_state_tracker: what returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
-            symmetric_ar_type: None; no other value is known yet.
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
+            get_rng_state_tracker: function that returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
+            symmetric_ar_type: None; other values raise NotImplementedError.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False; other values raise NotImplementedError.
         """
         op = self._get_name()
         check_one_value(op, locals())
@@ -100,4 +100,4 @@ class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
         return f"{self.in_features}, {self.out_features}, bias={self.use_bias}, normalization={self.normalization}{parallel}{split_repr(self)}"
 
 
-LayerNormLinear._library_forward = LayerNormLinear.forward  # so that containers take the parts into their pipelines
+LayerNormLinear._library_forward = LayerNormLinear.forward  # containers take the parts of a module with this forward into their pipelines

@@ -1,4 +1,4 @@
-"""`LayerNormMLP`: a norm, and two products with an activation between."""
+"""`LayerNormMLP`: a norm, and two products with an activation between them, with TransformerEngine's arguments."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tandem.ops.signature import signature_of
 
 
 class LayerNormMLP(NormedModule):
-    """y = activation(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias, as one pipeline.
+    """y = activation(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias, as one pipeline: x and y are [..., hidden_size].
 
-    The parameters are `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight` and `fc2_bias`; state dicts of
-    TransformerEngine are read as they are.
+    The parameters are `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight` and `fc2_bias`. State dicts of
+    TransformerEngine load unchanged.
 
     >>> import torch, tandem
     >>> mlp = tandem.LayerNormMLP(8, 16, activation="swiglu", normalization="RMSNorm", bias=False)
@@ -69,27 +69,27 @@ class LayerNormMLP(NormedModule):
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
     ) -> None:
-        """Makes a norm that neither scales nor shifts, two products whose weights are drawn, and biases of zeros.
+        """Creates a norm that neither scales nor shifts, draws both weights, and sets the biases to zeros.
 
         Args:
             hidden_size: size of the last dimension of x and y.
-            ffn_hidden_size: size of the last dimension behind the activation, over all ranks.
+            ffn_hidden_size: size of the last dimension of the activation's result, over all ranks.
             eps, sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, normalization, params_dtype, device: as for `LayerNormLinear`.
-            zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: likewise.
-            return_bias: whether `fc2_bias` is not added but returned, behind y.
-            init_method, output_layer_init_method: draw the first and the second weight; None: as for `LayerNormLinear`.
-            bias: whether there are biases.
-            activation: an activation or gated unit of docs/ops.md; before a gated unit there are twice as many features.
-            set_parallel_mode: whether the ranks of `tp_group` compute together: the first product column-parallel, the second row-parallel
-                with its bias behind the sum over ranks. False: a rank computes with its part alone.
-            name: kept as an attribute.
+            zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: as for `LayerNormLinear`.
+            return_bias: whether a call returns `fc2_bias` after y instead of adding it.
+            init_method, output_layer_init_method: draw the first and the second weight in place; None: as for `LayerNormLinear`.
+            bias: whether both products have biases; False: `fc1_bias` and `fc2_bias` are None.
+            activation: an activation or gated unit of docs/ops.md. A gated unit halves its input, so `fc1_weight` has 2 ffn_hidden_size rows.
+            set_parallel_mode: whether the ranks of `tp_group` compute together: the first product column-parallel, the second row-parallel, with its
+                bias added after the sum over ranks. False: a rank computes with its part alone.
+            name: stored as an attribute.
             seq_length, micro_batch_size: not used.
-            activation_params: arguments of the class of the activation, such as {"limit": 5.0} for "clamped_swiglu".
-            get_rng_state_tracker: what returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
-            symmetric_ar_type: None; no other value is known yet.
+            activation_params: options of the activation by name, such as {"limit": 5.0} for "clamped_swiglu"; an unknown name raises ValueError.
+            get_rng_state_tracker: function that returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
+            symmetric_ar_type: None; other values raise NotImplementedError.
             delay_wgrad_compute: whether backward leaves the gradients of the weights to `backward_dw`.
-            checkpoint: whether backward computes the norm, the first product and the activation again, instead of keeping what they give.
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False, likewise.
+            checkpoint: whether backward recomputes the norm, the first product and the activation instead of keeping their results.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False; other values raise NotImplementedError.
         """
         op = self._get_name()
         check_one_value(op, locals())
@@ -143,7 +143,7 @@ class LayerNormMLP(NormedModule):
 
     @property
     def checkpoint(self) -> bool:
-        """Whether backward computes the norm, the first product and the activation again, instead of keeping what they give."""
+        """Whether backward recomputes the norm, the first product and the activation instead of keeping their results."""
         return self.basic_ops[0]._recompute
 
     @checkpoint.setter
@@ -156,10 +156,10 @@ class LayerNormMLP(NormedModule):
         return {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1} if self.tp_size > 1 else {}
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, *, _run: Any = None) -> Any:  # type: ignore[override]
-        """y, then `fc2_bias` if it is not added, then the output of the norm if it was asked for.
+        """y [..., hidden_size], then with `return_bias` `fc2_bias`, then with `return_layernorm_output` the output of the norm.
 
         Args:
-            inp: x.
+            inp: x [..., hidden_size], of the dtype of the parameters outside of `torch.autocast`. Another dtype raises TypeError.
             is_first_microbatch: as for `LayerNormLinear`.
         """
         return self._outputs(inp, _run, is_first_microbatch)
@@ -170,4 +170,4 @@ class LayerNormMLP(NormedModule):
         return f"{sizes}, bias={self.use_bias}, normalization={self.normalization}, activation={self.activation}{parallel}"
 
 
-LayerNormMLP._library_forward = LayerNormMLP.forward  # so that containers take the parts into their pipelines
+LayerNormMLP._library_forward = LayerNormMLP.forward  # containers take the parts of a module with this forward into their pipelines

@@ -18,7 +18,7 @@ _P = ParamSpec("_P")
 
 
 class Sizes:
-    """What a rank has of a product, and what stands around it."""
+    """The sizes of the weight that a rank has, and the collectives before and after the product."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Sizes:
         sequence_parallel: bool,
         parameters_split: Split | None,
     ) -> None:
-        """Checks the arguments of a module named `op`, which are those of `Linear`."""
+        """Checks arguments of `Linear` for a module named `op`, which error messages name."""
         check_mode(op, parallel_mode)
         check_group(op, tp_group, tp_size)
         sequence_parallel = flag(op, "sequence_parallel", sequence_parallel)
@@ -45,8 +45,8 @@ class Sizes:
         self.columns, self.rows = sizes_of_rank(op, parallel_mode, in_features, out_features, self.ranks)
 
     def give(self, module: Any) -> None:
-        """Makes them attributes of the module, as TransformerEngine has them."""
-        module.in_features, module.out_features = self.columns, self.rows  # of this rank
+        """Sets the attributes of the module that TransformerEngine's modules have. `in_features` and `out_features` are the sizes of this rank's weight."""
+        module.in_features, module.out_features = self.columns, self.rows
         module.parallel_mode, module.tp_size, module.sequence_parallel = self.parallel_mode, self.ranks, self.sequence_parallel
         module.parameters_split = self.split
 
@@ -60,7 +60,7 @@ class Sizes:
         dtype: torch.dtype | None,
         save_original_input: bool = False,
     ) -> Parts:
-        """The product and what is behind it."""
+        """The product, the collectives after it, and the op that adds the bias, if one does."""
         into_main_grad = flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         if into_main_grad and self.split is not None:
             refuse_main_grad(op)
@@ -77,35 +77,35 @@ class Sizes:
         return [*parts, (Bias(self.rows, device="meta", dtype=dtype), {"bias": self.rows_of("bias")})] if bias and not return_bias else parts
 
     def rows_of(self, operand: str) -> Rows:
-        """The rows of the operand, or of each of its parts."""
+        """The rows of a parameter of this rank by its name, or the rows of each of its parts by their names."""
         return rows_of_parts(operand, self.split, self.rows)
 
     def build(
         self, module: Any, parts: Parts, init_method: Init | None, bias: bool, return_bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Has a module take parts with the product among them."""
+        """Builds a module of `parts`, which contain the product."""
         inits, result_bias = dict.fromkeys(self.rows_of("weight"), init_method), ("bias", self.rows_of("bias"))
         module._build(parts, bias=bias, return_bias=return_bias, inits=inits, result_bias=result_bias, device=device, dtype=dtype)
 
 
 def rows_of_parts(operand: str, split: Rows | None, rows: int = 0) -> Rows:
-    """By name the rows of each part of an operand, or its own."""
+    """`rows` by the name of the operand, or, for a `split`, the rows of each part by the part's name."""
     return {operand: rows} if split is None else {f"{part}_{operand}": size for part, size in split.items()}
 
 
 class OneProduct:
-    """What modules of one product share."""
+    """What modules with one product share."""
 
     parallel_mode, parameters_split = Fixed(), Fixed()
 
     @property
     def weight_names(self: Any) -> tuple[str, ...]:
-        """The names of the weight, or of its parts."""
+        """The names of the weight's parameters: "weight", or one for each part."""
         return tuple(rows_of_parts("weight", self.parameters_split))
 
     @property
     def bias_names(self: Any) -> tuple[str, ...]:
-        """The names of the bias, or of its parts."""
+        """The names of the bias's parameters: "bias", or one for each part."""
         return tuple(rows_of_parts("bias", self.parameters_split))
 
     def _sharded_dimensions(self: Any) -> dict[str, int]:
@@ -124,13 +124,14 @@ class OneProduct:
         *,
         _run: Any = None,
     ) -> Any:
-        """y, then the bias if it is not added, then the output of a norm if it was asked for.
+        """y [..., out_features], then with `return_bias` the bias, then with `return_layernorm_output` the output of the norm.
 
         Args:
-            inp: x.
-            is_first_microbatch: False: the weights are those of the last call, and nothing is compared; True: their codes are made anew; None: what has changed is
-                seen. With `fuse_wgrad_accumulation` True also says that gradients take the place of what main_grad holds.
-            fp8_output, fp8_grad: False; no other value is known yet.
+            inp: x [..., in_features], of the dtype of the parameters outside of `torch.autocast`. Another dtype raises TypeError.
+            is_first_microbatch: declares whether weights changed since the last call. None: the module finds out. True: they changed, and are
+                quantized. False: they did not, and their codes are reused without a comparison. With `fuse_wgrad_accumulation` True also makes
+                gradients overwrite main_grad.
+            fp8_output, fp8_grad: False; other values raise NotImplementedError.
         """
         if fp8_output is not False or fp8_grad is not False:
             at_default(self._get_name(), False, fp8_output=fp8_output, fp8_grad=fp8_grad)
@@ -138,14 +139,14 @@ class OneProduct:
 
 
 def split_repr(module: Any) -> str:
-    """What `extra_repr` says of the parts."""
+    """The text of `parameters_split` for `extra_repr`; empty without parts."""
     return f", parameters_split={dict(module.parameters_split)}" if module.parameters_split else ""
 
 
 def _telling_bias(init: Callable[_P, None]) -> Callable[_P, None]:
     @functools.wraps(init)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        if len(args) > 3 and isinstance(args[3], bool):  # the first is the module
+        if len(args) > 3 and isinstance(args[3], bool):  # args[0] is the module
             raise TypeError(
                 f"Linear: expected in_features and out_features before the names of other arguments, got {args[3]} in the third place, which is that of "
                 "sequence_parallel in TransformerEngine and of bias in torch.nn.Linear. Write sequence_parallel= or bias=."
@@ -156,11 +157,11 @@ def _telling_bias(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
-    """y = x weight^T + bias, as one pipeline.
+    """y = x weight^T + bias, as one pipeline: x [..., in_features] -> y [..., out_features].
 
-    The parameters are `weight` and `bias`, or `<name>_weight` and `<name>_bias` of each part; state dicts of TransformerEngine are read as
-    they are. `ops.Linear` is the same with the arguments of `transformer_engine.pytorch.ops`. Both are a `torch.nn.Linear` to libraries that
-    look for these.
+    The parameters are `weight` and `bias`, or, with `parameters_split`, `<name>_weight` and `<name>_bias` for each part. State dicts of
+    TransformerEngine load unchanged. `ops.Linear` computes the same function and takes the arguments of `transformer_engine.pytorch.ops`. Both classes
+    derive from `torch.nn.Linear`, so libraries that look for linear layers find them.
 
     >>> import torch, tandem
     >>> qkv = tandem.Linear(8, 12, parameters_split={"query": 8, "key": 2, "value": 2}, bias=False)
@@ -200,33 +201,34 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
-        """Makes a product whose weight is drawn, and a bias of zeros.
+        """Draws the weight and sets the bias to zeros.
 
         Args:
             in_features: size of the last dimension of x, over all ranks.
             out_features: size of the last dimension of y, over all ranks.
-            sequence_parallel: with a `parallel_mode`: the ranks share the first dimension outside.
-            fuse_wgrad_accumulation: whether the gradient of `weight` is added to `weight.main_grad`, as `ops.BasicLinear` says.
-            tp_group: the ranks that share the weight; None: no rank knows of another.
-            tp_size: 1, or with `tp_group`, whose size counts.
-            init_method: draws the weight, in place, each part by itself; None: from the normal distribution with a deviation of 0.023.
-            bias: whether there is one; False: `bias` is None.
-            return_bias: whether the bias is not added but returned, behind y.
-            params_dtype: of the parameters; None: `torch.get_default_dtype()`.
-            parallel_mode: "column": each rank holds a part of the output features, and gives these; "row": each holds a part of the input
-                features, and the bias is added behind the sum over ranks.
-            parameters_split: the output features as parts, in order: their sizes over all ranks by name, or names of parts of equal size. Each
-                has parameters of its own, in one memory behind each other: they run as one product, without a copy.
-            device: where the parameters are made; None: torch's default device.
-            save_original_input: under a recipe: whether x is kept as it is and quantized again in backward, to the same bits, instead of having its
-                codes kept. Saves memory where x is kept anyway, by who makes it or by other readers; costs a pass over x.
-            rng_tracker_name: what its `fork` is given; None: nothing.
-            name: kept as an attribute.
+            sequence_parallel: with a `parallel_mode`: whether each rank has a part of the first dimension of x ("column") or of y ("row").
+            fuse_wgrad_accumulation: whether backward adds the gradient of `weight` to `weight.main_grad`, as for `ops.BasicLinear`. Not with
+                `parameters_split`.
+            tp_group: process group of the ranks that share the weight; None: this rank computes alone.
+            tp_size: 1, or any number with `tp_group`, whose own size counts.
+            init_method: draws the weight in place, each part by itself; None: from the normal distribution with mean 0 and deviation 0.023.
+            bias: whether the module has a bias; False: `bias` is None.
+            return_bias: whether a call returns the bias after y instead of adding it.
+            params_dtype: dtype of the parameters; None: `torch.get_default_dtype()`.
+            parallel_mode: "column": each rank has a part of the output features, and computes that part of y; "row": each has a part of the input
+                features, and the bias is added after the sum over ranks.
+            parameters_split: parts of the output features, in order: a dict of their sizes over all ranks by name, or names of parts of equal size.
+                Each part has parameters of its own. They lie one after the other in memory, and run as one product without a copy.
+            device: device of the parameters; None: torch's default device.
+            save_original_input: under a recipe: whether forward keeps x instead of its codes, and backward requantizes it to the same bits. This
+                saves memory if another op keeps x anyway, and costs a pass over x.
+            rng_tracker_name: argument of `fork` of the tracker; None: `fork()` gets no argument.
+            name: stored as an attribute.
             ub_name: not used.
             delay_wgrad_compute: whether backward leaves the gradient of the weight to `backward_dw`.
-            get_rng_state_tracker: what returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
-            symmetric_ar_type: None; no other value is known yet.
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
+            get_rng_state_tracker: function that returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
+            symmetric_ar_type: None; other values raise NotImplementedError.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False; other values raise NotImplementedError.
         """
         op = self._get_name()
         check_one_value(op, locals())
@@ -243,4 +245,4 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
         return f"{self.in_features}, {self.out_features}, bias={self.use_bias}{parallel}{split_repr(self)}"
 
 
-Linear._library_forward = Linear.forward  # so that containers take the parts into their pipelines
+Linear._library_forward = Linear.forward  # containers take the parts of a module with this forward into their pipelines

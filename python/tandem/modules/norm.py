@@ -12,7 +12,7 @@ from tandem.ops.arguments import flag
 
 
 class _Norm:
-    """What both have beside the op: the names that `transformer_engine.pytorch` takes, and the mark for who reduces gradients over ranks."""
+    """What both norms add to their ops: the argument names of `transformer_engine.pytorch`, and a mark on the parameters for reducers of gradients."""
 
     sequence_parallel: bool
 
@@ -26,16 +26,16 @@ class _Norm:
         hidden_size: int | None = None,
         **options: Any,
     ) -> None:
-        """Makes a norm that neither scales nor shifts.
+        """Creates a norm that neither scales nor shifts.
 
         Args:
-            normalized_shape: sizes of the last dimensions of x, over which it goes.
+            normalized_shape: sizes of the last dimensions of x, over which the norm is computed.
             eps: added to the variance, or to the mean square.
-            sequence_parallel: what `sequence_parallel` of the parameters says to who sums up gradients over ranks.
-            params_dtype: of the parameters: the older name of `dtype`.
-            zero_centered_gamma: whether the factor is 1 + weight rather than weight.
-            hidden_size: the older name of `normalized_shape`.
-            options: the other arguments of the op of this name.
+            sequence_parallel: value of the attribute `sequence_parallel` of each parameter, which reducers of gradients read; None: False.
+            params_dtype: the older name of `dtype`, the dtype of the parameters. Both together raise TypeError.
+            zero_centered_gamma: whether the norm multiplies by 1 + weight rather than by weight.
+            hidden_size: the older name of `normalized_shape`. Both or neither raise TypeError.
+            options: the other arguments of the op of this name in `tandem.ops`.
         """
         name = self._get_name()
         if (normalized_shape is None) == (hidden_size is None):
@@ -54,14 +54,14 @@ class _Norm:
             param.sequence_parallel = self.sequence_parallel
 
     def reset_parameters(self: Any) -> None:
-        """Makes it a norm that neither scales nor shifts."""
+        """Resets the parameters so that the norm neither scales nor shifts."""
         super().reset_parameters()  # type: ignore[misc]
         if "sequence_parallel" in self.__dict__:
             self._mark()
 
 
 class LayerNorm(_Norm, ops.LayerNorm):
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions: `ops.LayerNorm`.
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions, as `ops.LayerNorm` computes it. y has the shape of x.
 
     >>> import torch, tandem
     >>> tandem.LayerNorm(8, sequence_parallel=True).weight.sequence_parallel
@@ -74,7 +74,7 @@ class LayerNorm(_Norm, ops.LayerNorm):
 
 
 class RMSNorm(_Norm, ops.RMSNorm):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimensions: `ops.RMSNorm`.
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimensions, as `ops.RMSNorm` computes it. y has the shape of x.
 
     >>> import torch, tandem
     >>> tandem.RMSNorm(8)(torch.full((1, 8), 3.0)).allclose(torch.ones(1, 8))

@@ -1,4 +1,4 @@
-"""`TransformerLayer`: attention and MLP with their residuals. From the attention's result on it is one pipeline."""
+"""`TransformerLayer`: attention and MLP with their residuals. All that follows the attention's result is one pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tandem.quantized.weights import in_microbatch
 
 _FORWARD = MultiheadAttention.forward
 
-# Arguments of the constructor: those of the attention and of the MLP, and those of the attention alone with their names there.
+# Arguments of the constructor that attention and MLP both take; then arguments that the attention alone takes, with their names there.
 _OF_BOTH = (
     *("tp_group", "tp_size", "get_rng_state_tracker", "sequence_parallel", "set_parallel_mode", "fuse_wgrad_accumulation", "init_method"),
     *("output_layer_init_method", "normalization", "zero_centered_gamma", "bias", "params_dtype", "device"),
@@ -31,24 +31,24 @@ _SAME_IN_ATTENTION = (
     *("qkv_weight_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope", "rotary_pos_interleaved", "softmax_type"),
 )
 _OF_ATTENTION = {**{name: name for name in _SAME_IN_ATTENTION}, "self_attn_mask_type": "attn_mask_type", "attn_input_format": "qkv_format"}
-# How what `ub_tp_comm_overlap` says is done, which says nothing without it; and what the attention refuses.
+# The `ub_` options have an effect with `ub_tp_comm_overlap` only, which is refused; `MultiheadAttention` checks `softmax_type`.
 _UNCHECKED = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "softmax_type")
 
 
 class Tail:
-    """What follows the attention: one pipeline where the parts are ops. No child of the layer: what it consists of has its place already."""
+    """The pipeline of all that follows the attention. It is no submodule of the layer, as its parts are submodules already."""
 
     def __init__(
         self, attention: Any, proj: torch.nn.Module | None, mlp: torch.nn.Module, last: torch.nn.Module | None, dropout: float
     ) -> None:
-        """Makes the pipeline.
+        """Builds the pipeline.
 
         Args:
-            attention: what comes before it.
-            proj: the projection behind the attention; None: the attention is called as a module, and has called it.
-            mlp: what comes behind the first residual.
-            last: the norm that comes last, if there is one.
-            dropout: probability with which an element becomes zero before it is added to a residual.
+            attention: the attention before it.
+            proj: the output projection of the attention; None: the attention is called as a module, which calls its projection itself.
+            mlp: the MLP, which follows the first residual sum.
+            last: the norm at the end; None: there is none.
+            dropout: probability that an element becomes zero before it is added to a residual.
         """
         self.attention, self.proj, self.mlp, self.last, self.dropout = attention, proj, mlp, last, dropout
         self.training = True
@@ -61,17 +61,17 @@ class Tail:
         self.pipeline = ops.Sequential(*first, *self.dropped[:1], ops.AddExtraInput(), fork, mlp, *self.dropped[1:], join, *behind)
 
     def train(self, mode: bool) -> None:
-        """Sets the training flag of what belongs to no other module."""
+        """Sets the training flag of the modules that only this pipeline has: its container and its dropouts."""
         self.training = self.pipeline.training = mode
         for drop in self.dropped:
             drop.training = mode
 
 
 class TransformerLayer(torch.nn.Module):
-    """h = x + dropout(attention(norm(x))), y = h + dropout(mlp(norm(h))).
+    """h = x + dropout(attention(norm(x))), y = h + dropout(mlp(norm(h))). y has the shape of x.
 
-    Two pipelines with torch's attention between: the norm and the projection to queries, keys and values; and the projection behind the
-    attention, dropout, residual, norm, MLP, dropout and residual. Names of parameters are TransformerEngine's.
+    The layer is two pipelines with torch's attention between them. The first is the norm and the projection to queries, keys and values; the
+    second is the output projection, dropout, residual, norm, MLP, dropout and residual. Parameters have TransformerEngine's names.
 
     >>> import torch, tandem
     >>> layer = tandem.TransformerLayer(32, 64, 4, normalization="RMSNorm", activation="swiglu", bias=False, num_gqa_groups=2)
@@ -80,7 +80,7 @@ class TransformerLayer(torch.nn.Module):
     """
 
     layer_type, output_layernorm = Fixed(), Fixed()
-    _tail: Tail | None = None  # of the parts as the last call found them
+    _tail: Tail | None = None  # built of the submodules and options that the last call found
 
     def __init__(
         self,
@@ -135,33 +135,33 @@ class TransformerLayer(torch.nn.Module):
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
     ) -> None:
-        """Makes the attention and the MLP.
+        """Creates the attention and the MLP, and draws their weights.
 
         Args:
             hidden_size: features of x and y.
-            ffn_hidden_size: features behind the activation of the MLP, over all ranks.
+            ffn_hidden_size: features of the activation's result in the MLP, over all ranks.
             num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number: as for `MultiheadAttention`.
-            layernorm_epsilon, normalization, zero_centered_gamma: of both norms, as for `LayerNormLinear`.
-            hidden_dropout: probability with which, in training, an element becomes zero before it is added to the residual.
-            init_method, output_layer_init_method: draw the weights before and behind the attention and the activation.
+            layernorm_epsilon, normalization, zero_centered_gamma: options of both norms, as for `LayerNormLinear`.
+            hidden_dropout: probability that in training an element becomes zero before it is added to the residual.
+            init_method, output_layer_init_method: the first draws the weights before attention and activation, the second the weights after them.
             self_attn_mask_type, window_size: as `attn_mask_type` and `window_size` for `MultiheadAttention`.
             tp_group, tp_size, set_parallel_mode, sequence_parallel: as for `LayerNormMLP`.
-            params_dtype, device: of the parameters.
+            params_dtype, device: dtype and device of the parameters; None: torch's defaults.
             fuse_wgrad_accumulation, fuse_qkv_params, qkv_weight_interleaved: as for `MultiheadAttention`.
-            rotary_pos_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope: likewise.
-            output_layernorm: whether a norm comes last, and none before the attention.
-            bias: whether the projections have biases.
+            rotary_pos_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope: as for `MultiheadAttention`.
+            output_layernorm: whether a norm is the last step, and the attention has none before it.
+            bias: whether the products of attention and MLP have biases.
             activation, activation_params: as for `LayerNormMLP`.
             attn_input_format: "sbhd": x is [sequence, batch, features]; "bshd": [batch, sequence, features].
-            name: kept as an attribute.
+            name: stored as an attribute.
             seq_length, micro_batch_size, enc_dec_attn_mask_type, enc_dec_window_size: not used.
-            layer_type: "encoder"; no other value is known yet.
-            softmax_type: "vanilla", likewise.
-            parallel_attention_mlp, ub_tp_comm_overlap: False, likewise.
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: not used: they say how `ub_tp_comm_overlap` overlaps.
+            layer_type: "encoder"; other values raise NotImplementedError.
+            softmax_type: "vanilla"; other values raise NotImplementedError.
+            parallel_attention_mlp, ub_tp_comm_overlap: False; other values raise NotImplementedError.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: not used, as they configure `ub_tp_comm_overlap`.
             get_rng_state_tracker: as for `MultiheadAttention`.
-            apply_residual_connection_post_layernorm: False, likewise.
-            drop_path_rate: 0, likewise.
+            apply_residual_connection_post_layernorm: False; other values raise NotImplementedError.
+            drop_path_rate: 0; other values raise NotImplementedError.
         """
         given = locals()
         super().__init__()
@@ -181,10 +181,10 @@ class TransformerLayer(torch.nn.Module):
         self.hidden_dropout, self.name = hidden_dropout, name
         self.layer_type, self.output_layernorm = layer_type, flag(op, "output_layernorm", output_layernorm)
         self.get_rng_state_tracker = get_rng_state_tracker
-        self._tail_now()  # errors come before the first tensor
+        self._tail_now()  # the constructor raises what building the pipeline raises, not the first call
 
     def _tail_now(self) -> Tail:
-        """What follows the attention, of the parts and attributes as they are now."""
+        """The pipeline after the attention for the current submodules and options. It is rebuilt if one of them was replaced."""
         modules = self._modules
         attention: Any = modules["self_attention"]
         is_split = (
@@ -211,19 +211,19 @@ class TransformerLayer(torch.nn.Module):
             tail.train(training)
         return tail
 
-    _traced_tail = property(_C.native_getter(_tail_now))  # as Dynamo sees it
+    _traced_tail = property(_C.native_getter(_tail_now))  # Dynamo takes the result without tracing `_tail_now`
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_tail"}
 
     def explain(self, format: str = "text") -> str:
-        """The plans of what follows the attention, as `tandem.explain` gives them; those before it are `self_attention.layernorm_qkv`'s."""
+        """A report of the plans of the pipeline after the attention, as `tandem.explain` returns it. `self_attention.layernorm_qkv` reports the first one."""
         text: str = self._tail_now().pipeline.explain(format)
         return text
 
     @property
     def layer_number(self) -> int | None:
-        """That of the attention."""
+        """`layer_number` of the attention."""
         number: int | None = self.self_attention.layer_number
         return number
 
@@ -243,7 +243,7 @@ class TransformerLayer(torch.nn.Module):
 
     @property
     def window_size(self) -> Window | None:
-        """That of the attention."""
+        """`window_size` of the attention."""
         window: Window | None = self.self_attention.window_size
         return window
 
@@ -258,15 +258,15 @@ class TransformerLayer(torch.nn.Module):
         return form
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Does so of all parts, as `Linear` says."""
+        """Replaces the process group of all modules inside, as `Linear.set_tensor_parallel_group` does."""
         set_group_inside(self, tp_group)
 
     def _hidden_containers(self) -> dict[str, ops.Sequential]:
-        """What is no child, for `explain`."""
+        """The pipeline that is no submodule, by its name in the report of `explain`."""
         return {"behind the attention": self._tail_now().pipeline}
 
     def _calls_of_parts(self, x: torch.Tensor, *arguments: Any) -> Iterator[tuple[Any, ...]]:
-        """The parts and what they are called with, for `verify`."""
+        """The pipelines and the arguments of their calls, for `verify`."""
         tail = self._tail_now()
         if tail.proj is None:
             yield tail.pipeline, tail.attention(x, *arguments).detach(), x
@@ -291,10 +291,10 @@ class TransformerLayer(torch.nn.Module):
         """y, of the shape of x.
 
         Args:
-            hidden_states: x, as `attn_input_format` says.
+            hidden_states: x, [sequence, batch, hidden_size] or, with `attn_input_format` "bshd", [batch, sequence, hidden_size].
             attention_mask, rotary_pos_emb, inference_params, is_first_microbatch, checkpoint_core_attention: as for `MultiheadAttention`.
-            self_attn_mask_type, window_size: instead of those of the constructor.
-            unused: the other arguments of TransformerEngine at their defaults; no other value is known yet.
+            self_attn_mask_type, window_size: override the constructor's options for this call; None: the constructor's count.
+            unused: the other arguments of TransformerEngine at their defaults; other values raise NotImplementedError.
         """
         if unused:
             check_unused(self._get_name(), **unused)
