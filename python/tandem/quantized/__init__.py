@@ -1,1 +1,1 @@
-"""Tensors in codes: the type, the quantizers that make them, and parameters that are such."""
+"""Quantized tensors: the tensor class, the quantizers, and quantized parameters."""

@@ -1,4 +1,4 @@
-"""Quantizing by hand: quantizers, and what they make of a tensor."""
+"""The quantizers by format, and functions that quantize and cast single tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.quantized.quantizer import Quantizer, quantizer_of_text
 from tandem.quantized.tensor import QuantizedTensor
 from tandem.quantized.views import ZEROS, Zeros, rows_of
 
-_FP4_ROWS = 16  # of a block of NVFP4 along columns
+_FP4_ROWS = 16  # rows of a column block of NVFP4
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -24,7 +24,7 @@ def _element(quantizer: Quantizer, fp8_dtype: torch.dtype) -> str:
 
 
 def _group_of(quantizer: Quantizer, with_amax_reduction: bool, group: Any) -> Any:
-    """The processes that share an amax; None where none do."""
+    """The process group whose ranks share an amax; None: each process computes its own."""
     name = type(quantizer).__name__
     if not with_amax_reduction:
         at_default(name, amax_reduction_group=group)
@@ -34,7 +34,7 @@ def _group_of(quantizer: Quantizer, with_amax_reduction: bool, group: Any) -> An
 
 
 def _amax_of_all(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The largest magnitude in the parts of all processes of a group, [1]; of NaNs that of the other numbers."""
+    """The amax over x on all ranks of a group, [1]. NaN counts as 0, an infinity as infinity."""
     amax = x.detach().abs().nan_to_num(0.0, torch.inf).amax().reshape(1) if x.numel() else x.new_zeros(1)
     torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
     return amax
@@ -48,17 +48,18 @@ def _epsilon(quantizer: Quantizer, amax_epsilon: float) -> float:
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """FP8 with one scale per tensor, from the tensor's own amax.
+    """codes = cast(x * scale), scale = largest FP8 number / amax(x): FP8 with one scale per tensor, computed from the tensor itself.
 
     Args:
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        device: of no meaning: codes lie where the tensor lies.
-        rowwise, columnwise: which codes are wanted.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; another dtype raises ValueError.
+        device: not used, as codes lie on the device of the tensor.
+        rowwise, columnwise: whether to compute row codes and column codes.
         force_pow_2_scales: whether scales are powers of two.
-        amax_epsilon: least amax.
-        with_amax_reduction, amax_reduction_group: whether processes share the amax, and which do; None: all. Each must quantize its part then.
-        use_existing_amax: False; no other value is known yet.
-        scale, amax: None, likewise.
+        amax_epsilon: lower bound of the amax, a finite number from 0.
+        with_amax_reduction, amax_reduction_group: whether ranks share the largest amax of their tensors, and their process group; None: all
+            processes. All ranks of the group must quantize together then.
+        use_existing_amax: False; other values raise NotImplementedError.
+        scale, amax: None; other values raise NotImplementedError.
     """
 
     _heads = ("fp8_e4m3:current", "fp8_e5m2:current")
@@ -88,7 +89,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         if self._amax_group is None:
             return super()._quantized(x)
         amax = _amax_of_all(x, self._amax_group)
-        codes = super()._quantized(torch.cat([x.reshape(-1), amax]))  # one more number, so that the scale is that of all
+        codes = super()._quantized(torch.cat([x.reshape(-1), amax]))  # the added number makes the kernel compute the scale of the shared amax
         return codes._with(lambda part: part[:-1].view(x.shape).clone() if part.dtype == torch.uint8 else part, shape=x.shape)
 
     def _has_scale_of_all(self) -> bool:
@@ -96,12 +97,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 
 class Float8Quantizer(Quantizer):
-    """FP8 with a scale that is given: codes = cast(x * scale). `amax` is raised to the amax of x.
+    """codes = cast(x * scale): FP8 with one scale per tensor, which the caller chooses. Each call sets `amax` to max(amax, amax(x)).
 
     Args:
-        scale: one float32, which x is multiplied by.
-        amax: one float32, the largest amax of all tensors since it was last set to 0.
-        fp8_dtype, rowwise, columnwise: as of `Float8CurrentScalingQuantizer`.
+        scale: tensor of one float32, the factor of x.
+        amax: tensor of one float32, the largest amax of all tensors since the caller last set it to 0.
+        fp8_dtype, rowwise, columnwise: as for `Float8CurrentScalingQuantizer`.
     """
 
     _heads = ("fp8_e4m3:delayed", "fp8_e5m2:delayed")
@@ -123,16 +124,16 @@ class Float8Quantizer(Quantizer):
 
     def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
         codes, amax = self._codes(x)
-        self.amax.copy_(torch.fmax(self.amax, amax.view_as(self.amax)))  # of this step's other calls too; a NaN counts as none
+        self.amax.copy_(torch.fmax(self.amax, amax.view_as(self.amax)))  # fmax ignores a NaN
         return codes
 
 
 class MXFP8Quantizer(Quantizer):
-    """FP8 with one power of two as scale per block of 32 numbers.
+    """codes = cast(x * scale) with a power of two as the scale of each block of 32 numbers: MXFP8.
 
     Args:
-        fp8_dtype, rowwise, columnwise: as of `Float8CurrentScalingQuantizer`.
-        with_2d_quantization: whether blocks are 32 by 32, so that both directions have the same codes.
+        fp8_dtype, rowwise, columnwise: as for `Float8CurrentScalingQuantizer`.
+        with_2d_quantization: whether blocks are 32 by 32, so that one set of codes serves rows and columns.
     """
 
     _heads = ("mxfp8_",)
@@ -142,13 +143,13 @@ class MXFP8Quantizer(Quantizer):
 
 
 class Float8BlockQuantizer(Quantizer):
-    """FP8 with one scale per block of 128 numbers of a row or a column, or of 128 by 128.
+    """codes = cast(x * scale) with one scale per block of 128 numbers of a row or a column, or of 128 by 128 numbers: FP8.
 
     Args:
-        fp8_dtype, rowwise, columnwise: as of `Float8CurrentScalingQuantizer`.
-        amax_epsilon: least amax of a block.
+        fp8_dtype, rowwise, columnwise: as for `Float8CurrentScalingQuantizer`.
+        amax_epsilon: lower bound of the amax of a block, a finite number from 0.
         force_pow_2_scales: whether scales are powers of two.
-        block_scaling_dim: 1, lines, or 2, squares, of which both directions have the same codes.
+        block_scaling_dim: 1: blocks are 128 numbers of a row or column; 2: blocks are 128 by 128, and one set of codes serves rows and columns.
     """
 
     _heads = ("fp8_1x128_", "fp8_128x128_")
@@ -171,22 +172,22 @@ class Float8BlockQuantizer(Quantizer):
 
 
 class NVFP4Quantizer(Quantizer):
-    """Four bits, E2M1, with one E4M3 scale per block of 16 numbers of a row or a column, and one float32 per tensor.
+    """E2M1 codes of four bits with one E4M3 scale per block of 16 numbers of a row or a column, and one float32 scale per tensor: NVFP4.
 
     Args:
-        fp4_dtype: torch.float4_e2m1fn_x2; there is no other.
-        rowwise, columnwise: which codes are wanted.
-        with_rht: whether codes of columns are of columns that a random Hadamard transform has rotated, in bfloat16. Their product with an operand that
-            is rotated too is that of the numbers. Not with `with_2d_quantization`.
-        with_post_rht_amax: whether their amax is that of the rotated columns: as `with_rht`; there is no other.
-        with_2d_quantization: whether blocks are 16 by 16, so that both directions have the same codes.
-        stochastic_rounding: whether codes are rounded up or down by chance, right on average, by a seed from the generator of x's device.
-        with_amax_reduction, amax_reduction_group: as of `Float8CurrentScalingQuantizer`; not with `with_rht`, as the largest rotated number is another one.
-        row_scaled_nvfp4: False; no other value is known yet.
-        nvfp4_use_4over6: whether the largest number of a block becomes 6 or 4, whichever errs less; not with `stochastic_rounding`.
-        nvfp4_e4m3_max: what the scale of a block becomes whose amax is the tensor's: 448, or, with `nvfp4_use_4over6`, 256.
-        nvfp4_4over6_err_mode: what errs less, by sums over a block: "MAE", of absolute errors, or "MSE", of their squares.
-        with_random_sign_mask: True with `with_rht`: no other signs are known. Without, nothing rotates, and it says nothing.
+        fp4_dtype: torch.float4_e2m1fn_x2; another dtype raises ValueError.
+        rowwise, columnwise: whether to compute row codes and column codes.
+        with_rht: whether a random Hadamard transform in bfloat16 rotates the columns before their codes are computed. The product of two rotated operands
+            is the product of the operands. Not with `with_2d_quantization`.
+        with_post_rht_amax: whether column codes use the amax of the rotated columns: the value of `with_rht`; the other raises NotImplementedError.
+        with_2d_quantization: whether blocks are 16 by 16, so that one set of codes serves rows and columns.
+        stochastic_rounding: whether numbers are rounded up or down at random, right on average, by a seed from the generator of x's device.
+        with_amax_reduction, amax_reduction_group: as for `Float8CurrentScalingQuantizer`. Not with `with_rht`, as ranks cannot share a rotated amax.
+        row_scaled_nvfp4: False; other values raise NotImplementedError.
+        nvfp4_use_4over6: whether each block maps its largest number to 6 or to 4, whichever has the smaller error; not with `stochastic_rounding`.
+        nvfp4_e4m3_max: the scale of a block whose amax is the tensor's amax: 448, or, with `nvfp4_use_4over6`, 256.
+        nvfp4_4over6_err_mode: the error of a block for `nvfp4_use_4over6`: "MAE", the sum of absolute errors, or "MSE", the sum of their squares.
+        with_random_sign_mask: True with `with_rht`, as the signs of the transform are fixed; without `with_rht` it has no effect.
     """
 
     _heads = ("nvfp4",)
@@ -234,7 +235,7 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def stochastic_rounding(self) -> bool:
-        """Whether codes are rounded up or down by chance."""
+        """Whether numbers are rounded up or down at random."""
         return ":sr=1" in self.text
 
     def _has_scale_of_all(self) -> bool:
@@ -253,19 +254,19 @@ class NVFP4Quantizer(Quantizer):
             )
         matrix, amax = x.reshape(-1, x.shape[-1]), _amax_of_all(x, self._amax_group)
         rows = matrix.shape[0]
-        more = matrix.new_zeros(-rows % _FP4_ROWS + _FP4_ROWS, x.shape[-1])  # blocks of their own behind, of which one holds the amax of all
+        more = matrix.new_zeros(-rows % _FP4_ROWS + _FP4_ROWS, x.shape[-1])  # whole blocks after x, one of which contains the shared amax
         more[-1, 0] = amax[0]
         codes = super()._quantized(torch.cat([matrix, more]))
-        codes.__dict__[ZEROS] = Zeros()  # as blocks that x ends in have behind
+        codes.__dict__[ZEROS] = Zeros()  # the rows after x may be taken for its padding
         own: Any = rows_of(codes, 0, rows)
         return own.clone().view(x.shape)
 
 
 def quantize(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
-    """x in the codes that a quantizer makes of it.
+    """x ~= decode(codes) * scale_inv: a `QuantizedTensor` of the shape and dtype of x.
 
     Args:
-        x: a tensor. Its gradient is that of the codes' numbers: rounding counts as none.
+        x: a tensor of float32, bfloat16, float16 or float64. Its gradient is the gradient of the result: backward ignores the rounding.
         quantizer: a `Float8CurrentScalingQuantizer`, `Float8Quantizer`, `Float8BlockQuantizer`, `MXFP8Quantizer` or `NVFP4Quantizer`.
 
     >>> import torch, tandem
@@ -297,16 +298,17 @@ def _cast_format(function: str, dtype: torch.dtype) -> str:
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True, seed: torch.Tensor | None = None) -> torch.Tensor:
-    """The codes of the nearest numbers of a format, in uint8 and one each, ties to even; bit by bit the same on every device.
+    """The code of the nearest number of a format for each element of x, uint8 of the shape of x. Ties go to even. All devices give equal bits.
 
-    What rounds above the largest number becomes that number, or, without `saturate`, NaN in E4M3 and infinity in E5M2. NaN gives 0x7F, in E8M0 0xFF; E2M1
-    has none, and gives 6. Signs are kept, of zeros too. E8M0 holds powers of two and rounds up, as scales are; negative numbers become its least.
+    A number that rounds above the largest one becomes the largest, or, without `saturate`, NaN in E4M3 and infinity in E5M2. NaN becomes the code
+    0x7F, in E8M0 0xFF, and in E2M1, which has no NaN, the number 6. Codes keep signs, also of zeros. E8M0 contains powers of two only and rounds
+    up, as scales must; negative numbers become its least power.
 
     Args:
-        x: float32, bfloat16, float16 or float64. It must need no gradient.
-        dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu or, for E2M1, torch.float4_e2m1fn_x2.
-        saturate: as above; E2M1 and E8M0 always do.
-        seed: None, or an int64, or two with an offset: rounded up or down by chance instead, right on average. E8M0 is not.
+        x: float32, bfloat16, float16 or float64. It must not require a gradient.
+        dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu or, for E2M1, torch.float4_e2m1fn_x2; another dtype raises ValueError.
+        saturate: whether E4M3 and E5M2 saturate; E2M1 and E8M0 always do.
+        seed: int64 tensor of a seed, or of a seed and an offset: round up or down at random, right on average; None: round to nearest. Not for E8M0.
 
     >>> import torch, tandem
     >>> tandem.cast(torch.tensor([1.0, 464.5]), torch.float8_e4m3fn, saturate=False)
@@ -316,11 +318,11 @@ def cast(x: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True, seed: to
 
 
 def cast_back(codes: torch.Tensor, dtype: torch.dtype, to: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values of codes of a format.
+    """The number that each code of a format stands for, rounded once to `to`, of the shape of `codes`.
 
     Args:
-        codes: uint8, one code each, in its low bits.
-        dtype: the format, as of `cast`.
-        to: dtype of the values, to which they are rounded once.
+        codes: uint8, one code in the low bits of each element.
+        dtype: the format, as for `cast`.
+        to: dtype of the result.
     """
     return torch.ops.tandem.cast_from_codes(codes, _cast_format("cast_back", dtype), to)

@@ -1,4 +1,4 @@
-"""Modules whose weights are made in codes."""
+"""`quantized_model_init`: modules whose weights are quantized when they are created."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class _Init(NamedTuple):
 
 
 _in_force: contextvars.ContextVar[_Init | None] = contextvars.ContextVar("tandem.quantized_model_init", default=None)
-_PENDING = "_quantized_init"  # of a module whose weights have no values yet
-_AS_GIVEN = ":delayed"  # scales that nobody has yet: the weight's own are better
+_PENDING = "_quantized_init"  # attribute of a module that must quantize its weights once they have values
+_AS_GIVEN = ":delayed"  # delayed scaling has no scales yet, so the scale of the weight itself is taken instead
 
 
 @contextlib.contextmanager
 def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False) -> Iterator[None]:
-    """Ops and modules that are made inside have the weights of their products in codes, as parameters that are `QuantizedTensor`s.
+    """Ops and modules that are created in the `with` block have quantized weights: parameters that are `QuantizedTensor`s.
 
-    Products under a recipe of the same format read these codes and quantize no weight. There are no other numbers: an optimizer steps a master copy in
-    high precision, which each step writes back by `weight.quantize_(master)`. Weights that are made on the meta device are plain until they have
-    values: `load_state_dict`, `reset_parameters`, the first call or `finish_quantized_init` quantize them. A state dict that is assigned is quantized too.
+    Products under a recipe of that format read these codes and quantize no weight. No high-precision copy exists: the training loop steps a master
+    weight, and writes it back by `weight.quantize_(master)`. A weight on the meta device stays unquantized until it has values: `load_state_dict`,
+    `reset_parameters`, the first call or `finish_quantized_init` quantize it. `load_state_dict(assign=True)` quantizes the assigned tensors.
 
     >>> import torch, tandem
     >>> recipe = tandem.recipe.MXFP8BlockScaling()
@@ -49,11 +49,11 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, pre
     >>> layer.weight.clear_high_precision_init_val()
 
     Args:
-        enabled: False: what is made inside is as it is outside of any such block.
-        recipe: whose format weights have; None: `Float8CurrentScaling()`. Scales of `DelayedScaling` are those of the weight itself.
-        preserve_high_precision_init_val: whether the numbers that a weight was drawn with are kept, on the CPU, for the master copy:
-            `weight.get_high_precision_init_val()` gives them, `weight.clear_high_precision_init_val()` lets go of them. Until then they are those that were
-            written last, by loading or by initialisers in place, which read them too. Of what `fully_shard` shares they are those of the rank.
+        enabled: False: modules that are created inside have unquantized weights, also within an outer block.
+        recipe: the recipe whose format for weights is used; None: `Float8CurrentScaling()`. With `DelayedScaling` the scale is computed from the weight.
+        preserve_high_precision_init_val: whether the initial numbers of a weight are kept on the CPU, for the master weight.
+            `weight.get_high_precision_init_val()` returns them, `weight.clear_high_precision_init_val()` drops them. Until then loading and initialisers
+            in place read and update them. With `fully_shard` each rank keeps the numbers of its shard.
     """
     for name, value in (("enabled", enabled), ("preserve_high_precision_init_val", preserve_high_precision_init_val)):
         flag("quantized_model_init", name, value, "Pass a recipe as recipe=.")
@@ -65,7 +65,7 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, pre
         _in_force.reset(token)
 
 
-fp8_model_init = quantized_model_init  # its older name
+fp8_model_init = quantized_model_init  # the older name of the function
 
 
 def _quantizer(recipe: Recipe, kind: str) -> Quantizer | None:
@@ -74,7 +74,7 @@ def _quantizer(recipe: Recipe, kind: str) -> Quantizer | None:
 
 
 def _check_blocks(module: Any, parts: list[str], quantizer: Quantizer) -> None:
-    """Parts of a weight are multiplied as one where no block of a part would lie in two; a scale of a whole part is not shared, but its numbers are multiplied."""
+    """Raises ValueError if a part of a joined weight ends inside a block, as the parts are one operand of a product. NVFP4 parts are dequantized instead."""
     if quantizer.text.startswith("nvfp4"):
         return
     for name in parts[:-1]:
@@ -87,24 +87,25 @@ def _check_blocks(module: Any, parts: list[str], quantizer: Quantizer) -> None:
 
 
 def note_init(module: Any) -> None:
-    """To be called where a module is made: says that its weights are to be in codes, now or once they have values."""
+    """Constructors call it: it notes the block of `quantized_model_init` that the module is created in, if any."""
     if (init := _in_force.get()) is not None:
         module.__dict__[_PENDING] = init
 
 
 def forget_init(module: Any) -> None:
-    """To be called of a part, whose weights are those of an owner."""
+    """Drops the note of `note_init`: all weights are quantized, or belong to an owner that quantizes them."""
     module.__dict__.pop(_PENDING, None)
 
 
 def is_pending(module: Any) -> bool:
-    """Whether weights of a module are to be put into codes once they have values."""
+    """Whether a module must quantize weights once they have values."""
     return _PENDING in module.__dict__
 
 
 def quantize_weights(module: Any) -> None:
-    """To be called where a module has drawn or been given its parameters: weights that have values become codes, where it was made inside
-    `quantized_model_init`. `module._weights_in_codes()` tells their names, and the kind of the op that multiplies by them."""
+    """Quantizes those weights of a module that have values, if it was created inside `quantized_model_init`.
+
+    `module._weights_in_codes()` returns their names and the kind of the op that multiplies by them."""
     init: _Init | None = module.__dict__.get(_PENDING)
     if init is None:
         return
@@ -127,7 +128,7 @@ def quantize_weights(module: Any) -> None:
 
 
 def give_memory(module: Any, name: str, device: torch.device | str) -> None:
-    """Makes a parameter that is on the meta device."""
+    """Replaces a parameter on the meta device by an uninitialised one on `device`."""
     param = module._parameters[name]
     made = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
     made.__dict__.update(param.__dict__)
@@ -135,7 +136,7 @@ def give_memory(module: Any, name: str, device: torch.device | str) -> None:
 
 
 def _replace(module: Any, name: str, made: torch.nn.Parameter) -> None:
-    """The parameter stays the object that optimizers may hold, unless somebody looks at it whom torch does not tell of a swap."""
+    """Swaps the contents of a parameter, so that optimizers still hold it. If torch cannot swap, the attribute gets another object."""
     try:
         torch.utils.swap_tensors(module._parameters[name], made)
     except RuntimeError:  # a weak reference, as compilers have, or a graph of shapes holds it
@@ -143,11 +144,11 @@ def _replace(module: Any, name: str, made: torch.nn.Parameter) -> None:
 
 
 def finish_quantized_init(model: torch.nn.Module) -> torch.nn.Module:
-    """Puts weights into codes that were made inside `quantized_model_init` on the meta device and have got values since, of a model and all that it holds.
+    """Quantizes the weights of a model that `quantized_model_init` left on the meta device and that have values now. Returns the model.
 
-    `load_state_dict` and `reset_parameters` do so for their module, and so does its first call. This is for values that were written in another way, such
-    as by `torch.nn.init`, where codes are needed before that call: by an optimizer that asks for master copies, by compiled code, by `fully_shard`.
-    Returns the model. What is on the meta device stays there.
+    `load_state_dict`, `reset_parameters` and the first call of a module quantize its weights themselves. Call this function if the values were
+    written in another way, such as by `torch.nn.init`, and codes are needed before the first call: by an optimizer that copies master weights, by
+    compiled code or by `fully_shard`. Weights on the meta device stay there.
 
     >>> import torch, tandem
     >>> with tandem.quantized_model_init(recipe=tandem.recipe.MXFP8BlockScaling()):
@@ -158,7 +159,7 @@ def finish_quantized_init(model: torch.nn.Module) -> torch.nn.Module:
     True
 
     Args:
-        model: a module, of the library or not.
+        model: a module of any class. The modules of this library inside it are quantized.
     """
     for module in model.modules():
         quantize_weights(module)
@@ -166,7 +167,7 @@ def finish_quantized_init(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def finish_at_a_call(module: Any) -> None:
-    """Puts weights into codes that have values, unless ranks share them, for whom it is too late."""
+    """Quantizes weights at the first call of a module. It raises RuntimeError if `fully_shard` shards them, as then it is too late."""
     hooks = module._load_state_dict_post_hooks.values() if is_pending(module) else ()
     if any((getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.") for hook in hooks):
         raise RuntimeError(
@@ -178,9 +179,10 @@ def finish_at_a_call(module: Any) -> None:
 
 
 def resetting(reset: Callable[..., None]) -> Callable[..., None]:
-    """For `reset_parameters` of a module whose weights are in codes, or to be in codes. They are plain numbers while it draws, as an initialiser of several
-    steps would round at each. What a constructor has left on the meta device gets memory: on the device that was assigned, or else on the default one; what
-    `fully_shard` shares on the device of the ranks."""
+    """Wraps `reset_parameters` of a module whose weights are quantized, or will be.
+
+    The parameters are unquantized while it runs, as an initialiser of several steps would otherwise round at each step. A parameter on the meta
+    device gets memory on the assigned device or the default device, or, if `fully_shard` shards it, on the device of its mesh."""
 
     @functools.wraps(reset)
     def drawn(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +196,7 @@ def resetting(reset: Callable[..., None]) -> Callable[..., None]:
         before = {name: numbers_of(param) for name, param in codes.items()}
         plain = {name: torch.nn.Parameter(numbers.clone(), requires_grad=codes[name].requires_grad) for name, numbers in before.items()}
         parameters.update(plain)
-        init = self.__dict__.pop(_PENDING, None)  # what a class of the user's draws by that of its base, it may go on to change
+        init = self.__dict__.pop(_PENDING, None)  # a subclass may change the values after the base has drawn them
         try:
             reset(self, *args, **kwargs)
         finally:
@@ -202,7 +204,7 @@ def resetting(reset: Callable[..., None]) -> Callable[..., None]:
             if init is not None:
                 self.__dict__[_PENDING] = init
         for name, param in codes.items():
-            param.__dict__.update(vars(plain[name]))  # what the module notes at it
+            param.__dict__.update(vars(plain[name]))  # attributes that the module has set on it
             if is_shared(param) or not torch.equal(plain[name], before[name]):
                 write(param, plain[name].detach())
         quantize_weights(self)
@@ -212,7 +214,7 @@ def resetting(reset: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def loading(module: Any, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]) -> Iterator[None]:
-    """What is loaded inside into weights that are in codes, or to be in codes, is in codes behind, copied or assigned."""
+    """The context in which a module loads a state dict: when it ends, loaded weights are quantized if they were or must be, whether copied or assigned."""
     init: _Init | None = module.__dict__.get(_PENDING)
     names, kind = module._weights_in_codes() if init is not None else ((), "")
     params = {name: param for name, param in module._parameters.items() if param is not None}
@@ -231,7 +233,7 @@ def loading(module: Any, state_dict: Mapping[str, Any], prefix: str, metadata: M
                 _replace(module, name, in_codes(param, own, False))
     before = dict(module._parameters)
     yield
-    for name in quantizers:  # in this order, as ranks exchange amaxes
+    for name in quantizers:  # all ranks need one order, as they exchange amaxes
         param = module._parameters[name]
         if prefix + name not in state_dict or param.is_meta:
             continue
@@ -239,7 +241,7 @@ def loading(module: Any, state_dict: Mapping[str, Any], prefix: str, metadata: M
             made = in_codes(param, quantizers[name], name in kept)
             if param is before[name]:
                 _replace(module, name, made)
-            else:  # which may be a parameter of somebody else
+            else:  # an assigned parameter may belong to another module, so its contents are not swapped
                 setattr(module, name, made)
         elif name in kept and (FIRST_NUMBERS not in codes.__dict__ or param is not before[name] or name in pending):
             given = local_of(state_dict[prefix + name])

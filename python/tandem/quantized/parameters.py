@@ -1,4 +1,4 @@
-"""Parameters in codes made of plain ones, whole or shared by ranks, and what is loaded into them."""
+"""Quantized parameters, whole or sharded over ranks: creating them from unquantized ones, and writing into them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tandem.quantized.views import FIRST_NUMBERS
 
 
 def codes_of(param: Any) -> QuantizedTensor | None:
-    """The parameter itself or what this rank has of it, where that is in codes."""
+    """The quantized tensor that a parameter is, or that a DTensor has on this rank; None if it is not quantized."""
     local = local_of(param)
     return local if isinstance(local, QuantizedTensor) else None
 
 
 def local_of(param: Any) -> torch.Tensor:
-    """What this rank has of a parameter that ranks share; else the parameter."""
+    """The local tensor of a DTensor; any other parameter itself."""
     local: torch.Tensor = getattr(param, "_local_tensor", param)
     return local
 
 
 def is_shared(param: Any) -> bool:
-    """Whether it is a DTensor."""
+    """Whether a parameter is a DTensor."""
     return local_of(param) is not param
 
 
 def with_local(param: Any, local: torch.Tensor) -> torch.Tensor:
-    """A tensor that ranks share as they share a parameter, of which this rank has `local`; itself of one that they do not share."""
+    """A DTensor with the placements of `param` and the local tensor `local`; `local` itself if `param` is no DTensor."""
     if not is_shared(param):
         return local
     from torch.distributed.tensor import DTensor
@@ -38,7 +38,7 @@ def with_local(param: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def for_share(param: Any, quantizer: Quantizer) -> Quantizer:
-    """What quantizes the share of a rank: one that has the amax of all, where a scale serves the whole parameter."""
+    """The quantizer for this rank's shard of a parameter. If one scale serves the whole parameter, the ranks of the mesh share their amax."""
     if not is_shared(param):
         return quantizer
     at = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
@@ -51,7 +51,7 @@ def for_share(param: Any, quantizer: Quantizer) -> Quantizer:
 
 
 def in_codes(param: torch.Tensor, quantizer: Quantizer, keeps: bool) -> torch.nn.Parameter:
-    """A parameter of the codes of another one's numbers, which are kept where that is asked for."""
+    """A quantized parameter with the values of `param`, whose unquantized numbers are kept on the CPU if `keeps`."""
     numbers = local_of(param).detach()
     codes = for_share(param, quantizer).quantize(numbers)
     made = torch.nn.Parameter(with_local(param, codes), requires_grad=param.requires_grad)
@@ -64,16 +64,16 @@ def in_codes(param: torch.Tensor, quantizer: Quantizer, keeps: bool) -> torch.nn
 
 
 def keep_numbers(param: Any, numbers: torch.Tensor) -> None:
-    """Notes the numbers that a parameter in codes was given first: those of this rank where ranks share it."""
+    """Keeps a copy on the CPU of the initial numbers of a quantized parameter, or of this rank's shard of it."""
     first = [numbers.detach().to("cpu", copy=True)]
     local_of(param).__dict__[FIRST_NUMBERS] = first
-    if is_shared(param):  # a DTensor knows no such methods
+    if is_shared(param):  # a DTensor does not have the methods of its local tensor
         held = _First(first)
         param.get_high_precision_init_val, param.clear_high_precision_init_val = held.get, held.clear
 
 
 def keeps_numbers(param: Any) -> bool:
-    """Whether there are such."""
+    """Whether the initial numbers of a parameter are kept."""
     return getattr(param, "get_high_precision_init_val", lambda: None)() is not None
 
 
@@ -89,15 +89,15 @@ class _First:
 
 
 def numbers_of(param: Any) -> torch.Tensor:
-    """A plain tensor of a parameter in codes, shared as it is."""
+    """The dequantized values of a quantized parameter, sharded as the parameter is."""
     codes: Any = codes_of(param)
     return with_local(param, codes._numbers())
 
 
 def write(param: Any, numbers: torch.Tensor) -> None:
-    """Quantizes what this rank has of a parameter. All ranks that share it must."""
+    """Quantizes `numbers` into a parameter, or into this rank's shard of it. All ranks of its mesh must call it."""
     codes: Any = codes_of(param)
     codes.quantizer = for_share(param, codes.quantizer)
     codes.quantize_(local_of(numbers))
-    if is_shared(param) and keeps_numbers(param):  # fully_shard may have made another tensor of it
+    if is_shared(param) and keeps_numbers(param):  # fully_shard may have replaced the local tensor
         keep_numbers(param, local_of(numbers))

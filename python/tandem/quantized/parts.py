@@ -1,4 +1,4 @@
-"""Of what a tensor in codes consists: the sizes of its parts, and where they go with its rows."""
+"""The parts of a quantized tensor: their sizes, and which slice of each part belongs to which rows."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PARTS = (  # in the order of the library's groups
     "columnwise_scale_inv",
     "amax_columnwise",
 )
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of numbers that have codes
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of dequantized values
 
-_SOME_ROWS = 1024  # whole blocks of every format
+_SOME_ROWS = 1024  # a multiple of the block size of every format
 
 
 class Place(NamedTuple):
-    """Where a part has something for each so many rows: along which dimension."""
+    """How a part grows with the rows of the tensor: by one along `dim` for each `rows` rows."""
 
     dim: int
     rows: int
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def sizes_of_parts(text: str, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
-    """Those of a matrix that a quantizer of this text has quantized, by PARTS."""
+    """The size of each part of a matrix [rows, columns] under the quantizer of a text, by the names in PARTS."""
     parts = _parts_of_nothing(text, rows, columns)
     if serves_both(text):
         parts[3:5] = parts[:2]
@@ -40,7 +40,7 @@ def sizes_of_parts(text: str, rows: int, columns: int) -> Mapping[str, tuple[int
 
 @functools.cache
 def serves_both(text: str) -> bool:
-    """Whether the codes of rows are those of columns."""
+    """Whether one set of codes serves as row codes and as column codes."""
     parts = _parts_of_nothing(text, _SOME_ROWS, _SOME_ROWS)
     return parts[3].numel() == 0 and parts[5].numel() == 0
 
@@ -54,7 +54,7 @@ def _parts_of_nothing(text: str, rows: int, columns: int) -> list[torch.Tensor]:
 
 @functools.cache
 def places_of_rows(text: str, columns: int) -> Mapping[str, Place | None]:
-    """For each part; None where it has one value for all rows."""
+    """The `Place` of each part; None: the part has one value for all rows."""
     some, more = (sizes_of_parts(text, rows, columns) for rows in (_SOME_ROWS, 2 * _SOME_ROWS))
     places: dict[str, Place | None] = {}
     for name in PARTS:
@@ -64,13 +64,13 @@ def places_of_rows(text: str, columns: int) -> Mapping[str, Place | None]:
 
 
 def rows_of_blocks(text: str, columns: int, names: Sequence[str]) -> int:
-    """Of how many rows the highest block of these parts is."""
+    """The number of rows of the largest block of these parts."""
     places = places_of_rows(text, columns)
     return max((place.rows for name in names if (place := places[name]) is not None), default=1)
 
 
 def padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The part at the beginning of a tensor of these sizes, whose rest nobody reads; itself where it has them."""
+    """The part at the beginning of a tensor of zeros of these sizes; the part itself if it has these sizes."""
     if tuple(part.shape) == tuple(sizes):
         return part
     whole = part.new_zeros(sizes)
@@ -79,5 +79,5 @@ def padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def matrix_rows(x: Any) -> int:
-    """The rows of a tensor as a matrix over its last dimension."""
+    """The number of rows of a tensor: the product of all its dimensions but the last."""
     return math.prod(x.shape[:-1])

@@ -1,4 +1,4 @@
-"""What makes tensors in codes."""
+"""`Quantizer`, the base of the classes that quantize tensors."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tandem.quantized.tensor import QuantizedTensor, in_directions
 
 
 class Quantizer:
-    """Base of quantizers: `text` is what kernel ops know it by.
+    """Base of the quantizers: x -> codes and scales with x ~= decode(codes) * scale_inv.
 
     Args:
-        text: a format, a kind of scale and options.
-        rowwise, columnwise: which codes are wanted.
+        text: the quantizer as kernel ops read it: a format, a kind of scale and options.
+        rowwise, columnwise: whether to compute row codes and column codes; at least one of them.
     """
 
     text: str
     rowwise: bool
     columnwise: bool
 
-    _heads: ClassVar[tuple[str, ...]] = ()  # what the texts of a kind begin with
-    _kinds: ClassVar[dict[str, type[Quantizer]]] = {}  # by these
-    _held: ClassVar[dict[str, float]] = {}  # names of the tensors of one number that it holds besides, with the number that they begin with
-    _amax_group: Any = None  # the processes that share the amax of what each quantizes a part of; None: this one quantizes the whole
+    _heads: ClassVar[tuple[str, ...]] = ()  # beginnings of the texts of a class
+    _kinds: ClassVar[dict[str, type[Quantizer]]] = {}  # the class of each beginning
+    _held: ClassVar[dict[str, float]] = {}  # names and initial values of the tensors [1] that a quantizer has as attributes
+    _amax_group: Any = None  # process group whose ranks each quantize a part of a tensor and share its amax; None: this process quantizes the whole
 
     def __init_subclass__(cls) -> None:
         Quantizer._kinds.update(dict.fromkeys(vars(cls).get("_heads", ()), cls))
@@ -41,12 +41,12 @@ class Quantizer:
         self.set_usage(rowwise=bool(rowwise), columnwise=bool(columnwise))
 
     def quantize(self, x: torch.Tensor, *, out: QuantizedTensor | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
-        """x in codes, or what is as good as these. Its gradient is that of the codes' numbers: rounding counts as none.
+        """x as codes and scales. The gradient of x is the gradient of the result: backward ignores the rounding.
 
         Args:
-            x: a tensor of float32, bfloat16, float16 or float64.
-            out: written instead: a tensor of this quantizer and of the shape of x. It has no history then.
-            dtype: that of the numbers that the codes stand for; None: that of x.
+            x: a tensor of float32, bfloat16, float16 or float64; another dtype raises TypeError.
+            out: a quantized tensor of this quantizer and of the shape of x, which is written and returned, without recording a gradient; None: a new one.
+            dtype: dtype of the dequantized values; None: the dtype of x.
         """
         for numbers in (x.dtype, dtype or x.dtype):
             if numbers not in (*DTYPES, torch.float64):
@@ -67,11 +67,11 @@ class Quantizer:
     __call__ = quantize
 
     def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
-        """Codes of x."""
+        """x as codes and scales, without recording a gradient."""
         return self._codes(x)[0]
 
     def update_quantized(self, x: torch.Tensor, out: QuantizedTensor) -> QuantizedTensor:
-        """Writes the codes of x into `out`, a tensor of this quantizer and of the shape of x, and returns it."""
+        """Quantizes x into `out` and returns `out`. ValueError if `out` has another quantizer or another shape than x."""
         if not isinstance(out, QuantizedTensor):
             raise TypeError(f"{type(self).__name__}: expected a quantized tensor to write into, got {type(out).__name__}. Quantize one first.")
         if out.quantizer.text != self.text or out.shape != x.shape:
@@ -87,15 +87,15 @@ class Quantizer:
     def make_empty(
         self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None, requires_grad: bool = False
     ) -> QuantizedTensor:
-        """A tensor of this quantizer to be written, of zeros until then."""
+        """A quantized tensor of this shape whose values are zeros, to be written later."""
         with torch.no_grad():
             made, _ = self._of_its_own()._codes(torch.zeros(tuple(shape), dtype=dtype, device=device))
         made.quantizer = self
         return made.requires_grad_(requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Changes which codes are wanted of what is quantized from now on; None: as it is. Tensors that are there keep theirs, and hold a quantizer of their
-        own."""
+        """Sets whether later calls compute row codes and column codes; None: unchanged. Existing quantized tensors keep their codes. ValueError if neither
+        would be computed."""
         row = self.rowwise if rowwise is None else bool(rowwise)
         column = self.columnwise if columnwise is None else bool(columnwise)
         if not row and not column:
@@ -104,30 +104,30 @@ class Quantizer:
 
     @property
     def rowwise_usage(self) -> bool:
-        """Whether codes of rows are wanted."""
+        """Whether row codes are computed."""
         return self.rowwise
 
     @property
     def columnwise_usage(self) -> bool:
-        """Whether codes of columns are wanted."""
+        """Whether column codes are computed."""
         return self.columnwise
 
     def copy(self) -> Self:
-        """Another one with the same values, and, of a `Float8Quantizer`, the same tensors."""
+        """Another quantizer with equal attributes. The copy of a `Float8Quantizer` shares the tensors `scale` and `amax` with it."""
         return self._but()
 
     def _but(self, **values: Any) -> Self:
-        """Another one with these values in the place of its own."""
+        """A copy with some attributes replaced."""
         made = object.__new__(type(self))
         vars(made).update(vars(self), **values)
         return made
 
     def _wanting(self, x: QuantizedTensor) -> Quantizer:
-        """This, for the directions that a tensor has."""
+        """A copy that computes those of row and column codes that x has."""
         return self._but(rowwise=x.rowwise_data is not None, columnwise=x.columnwise_data is not None)
 
     def _codes(self, x: torch.Tensor) -> tuple[QuantizedTensor, torch.Tensor]:
-        """Codes of x as a whole, and the amax of it."""
+        """x as codes and scales, and the amax of x. Other processes are not asked for theirs."""
         *parts, amax = torch.ops.tandem.quantize(x, self._given(x), self.text, [self.rowwise, self.columnwise, True])
         if parts[2].numel() == parts[5].numel() == 0:  # a format without second level of scale
             if parts[4].dim() == 1:  # absent: one value serves both directions
@@ -136,38 +136,38 @@ class Quantizer:
         return in_directions(parts, self, x.dtype, x.shape), amax
 
     def _given(self, x: torch.Tensor) -> torch.Tensor | None:
-        """What kernels are given besides x: a scale, or the seed of chance."""
+        """The operand of the kernel besides x: a scale, or the seed of stochastic rounding; None: there is none."""
         return None
 
     def _of_all(self, group: Any) -> Quantizer:
-        """The same for a part of a tensor whose other parts the processes of a group quantize at the same time; itself where scales are of blocks alone."""
+        """A copy whose ranks share an amax, each quantizing a part of one tensor; itself if all scales are per block."""
         return self._but(_amax_group=group) if self._amax_group is None and self._has_scale_of_all() else self
 
     def _of_its_own(self) -> Quantizer:
-        """The same for a whole tensor."""
+        """A copy that quantizes whole tensors; itself if it already does."""
         return self if self._amax_group is None else self._but(_amax_group=None)
 
     def _has_scale_of_all(self) -> bool:
-        """Whether a scale serves the whole tensor, which parts of it can come to share."""
+        """Whether one scale serves the whole tensor, and processes that have parts of it can share that scale."""
         return False
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
-        """What it holds besides."""
+        """The tensors that it has as attributes, in the order of `_held`."""
         return tuple([getattr(self, name) for name in self._held])
 
     def _holding(self, tensors: Sequence[torch.Tensor]) -> Quantizer:
-        """The same with these."""
+        """A copy with other tensors as attributes, in the order of `_held`."""
         return self._but(**dict(zip(self._held, tensors, strict=True))) if tensors else self
 
     def _fields(self) -> tuple[Any, ...]:
-        """What `quantizer_of_text` makes it of."""
+        """The arguments with which `quantizer_of_text` creates an equal quantizer."""
         return self.text, self.rowwise, self.columnwise, *self._tensors()
 
     def _traits(self) -> tuple[object, ...]:
         return type(self), self.text, self.rowwise, self.columnwise, id(self._amax_group)
 
     def _stable_traits(self) -> tuple[object, ...]:
-        """The same in words that another process understands."""
+        """`_traits` with the name of the process group instead of its identity, for other processes."""
         return *self._traits()[:-1], getattr(self._amax_group, "group_name", None)
 
     def _values(self) -> tuple[object, ...]:
@@ -180,7 +180,7 @@ class Quantizer:
         return quantizer_of_text, self._fields()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:
-        return self._holding(copy.deepcopy(self._tensors(), memo))  # itself is a value
+        return self._holding(copy.deepcopy(self._tensors(), memo))  # all but the tensors is immutable
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Quantizer) and self._values() == other._values()
@@ -193,7 +193,7 @@ class Quantizer:
 
 
 class _Quantized(torch.autograd.Function):
-    """Codes; the gradient of their numbers is that of x."""
+    """The autograd function of `Quantizer.quantize`: the gradient of x is the gradient of the result."""
 
     @staticmethod
     def forward(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
@@ -216,16 +216,16 @@ def _quantized(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
 
 
 def _quantized_in_graph(x: torch.Tensor, text: str, rowwise: bool, columnwise: bool, *given: torch.Tensor) -> QuantizedTensor:
-    """As a graph can hold it: by a quantizer of plain arguments."""
+    """`_quantized` for graphs of Dynamo, which hold text, bools and tensors but no quantizer."""
     return _quantized(x, quantizer_of_text(text, rowwise, columnwise, *given))
 
 
-_quantized_apart = _quantized  # outside of graphs, once Dynamo is told
+_quantized_apart = _quantized  # `_tell_dynamo` replaces it by a function that Dynamo calls outside of graphs
 
 
 @constant_while_traced
 def _tell_dynamo() -> None:
-    """What decorators would tell, which import Dynamo."""
+    """Registers functions with Dynamo when it first traces one. Decorators would do so at import, and would import Dynamo."""
     if _quantized_apart is _quantized:
         torch.compiler.allow_in_graph(_quantized_in_graph)
         globals()["_quantized_apart"] = torch.compiler.disable(_quantized, reason="processes that share an amax quantize together")
@@ -237,7 +237,7 @@ def _canonical(text: str) -> str:
 
 
 def quantizer_of_text(text: str, rowwise: bool = True, columnwise: bool = True, *given: Any) -> Quantizer:
-    """The quantizer that kernel ops know by this text; `given` is what it holds besides."""
+    """The quantizer of a text that kernel ops read; `given` are its tensors in the order of `_held`."""
     kind = next((kind for head, kind in Quantizer._kinds.items() if text.startswith(head)), Quantizer)
     made: Quantizer = kind.__new__(kind)
     made.text, made.rowwise, made.columnwise = text, rowwise, columnwise
@@ -246,4 +246,4 @@ def quantizer_of_text(text: str, rowwise: bool = True, columnwise: bool = True, 
     return made
 
 
-torch.serialization.add_safe_globals([quantizer_of_text, (quantizer_of_text, "tandem._quantizer.quantizer_of_text")])  # whose module had another name
+torch.serialization.add_safe_globals([quantizer_of_text, (quantizer_of_text, "tandem._quantizer.quantizer_of_text")])  # older files name the module so

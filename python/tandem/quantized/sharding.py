@@ -1,7 +1,7 @@
-"""What torch.distributed.fsdp.fully_shard asks of a parameter in codes: codes are gathered, not numbers.
+"""The hooks of a quantized parameter for torch.distributed.fsdp.fully_shard, which gather codes instead of dequantized values.
 
-Ranks that share a tensor unevenly must give tensors of the sizes of the greatest share, all of the parameter's shape: there the parts travel as the bytes of
-as many such tensors as they fill. Where one rank has all rows FSDP looks at one gathered tensor alone: there they travel as that one's bytes.
+With uneven shards FSDP requires that all ranks gather tensors of the largest shard's shape. The bytes of all parts are then packed into as many tensors of
+that shape as they fill. On a mesh of one rank FSDP reads one gathered tensor only, into which the bytes of all parts are packed.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from tandem.quantized.parts import PARTS, padded, places_of_rows, rows_of_blocks
 
 
 class _Shared(NamedTuple):
-    """A parameter that ranks share, as its gathered parts are put together again."""
+    """What `post_all_gather` needs to assemble the whole parameter from gathered parts."""
 
     quantizer: Any
-    names: Sequence[str]  # of the parts
+    names: Sequence[str]  # names of the gathered parts
     has_columns: bool
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # shape of the whole parameter
     dtypes: Sequence[torch.dtype]
-    sizes: Sequence[Sequence[int]]  # of a part of the greatest share
-    rows: Sequence[int]  # of the first dimension, by rank
+    sizes: Sequence[Sequence[int]]  # size of each part in the largest shard
+    rows: Sequence[int]  # size of the first dimension on each rank
     is_even: bool
 
 
 def pre_all_gather(
     self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
 ) -> tuple[tuple[torch.Tensor, ...], _Shared]:
-    """The parts of this rank's rows, and what `post_all_gather` has to know. From now on the ranks quantize what is written with one scale, where a scale
-    serves the whole tensor."""
+    """The parts of this rank's shard, and the metadata for `post_all_gather`. If one scale serves the whole tensor, later writes share their amax over the
+    ranks."""
     ranks = mesh.size()
     names = [name for name in self.__tensor_flatten__()[0] if name in PARTS]
     text, inner = self.quantizer.text, math.prod(self.shape[1:-1])
@@ -69,7 +69,7 @@ def pre_all_gather(
 def post_all_gather(
     self: Any, all_gather_outputs: tuple[torch.Tensor, ...], metadata: _Shared, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
 ) -> Any:
-    """The whole parameter of the parts of all ranks: the tensor, and what of it is no memory of the gathered parts; or into `out`."""
+    """The whole parameter, assembled from the parts of all ranks, and those of its parts that are copies; with `out`, writes into `out` and returns None."""
     whole = getattr(out, "_local_tensor", out)
     of_ranks = _of_ranks(all_gather_outputs, metadata)
     sizes = sizes_of_parts(metadata.quantizer.text, math.prod(metadata.shape[:-1]), metadata.shape[-1])
@@ -98,14 +98,14 @@ def post_all_gather(
 
 
 def _in_pieces(data: torch.Tensor, shape: tuple[int, ...]) -> Sequence[torch.Tensor]:
-    """Bytes as tensors of this shape, the last filled up."""
+    """Bytes as tensors of this shape, the last one padded with zeros."""
     length = math.prod(shape)
     count = -(-data.numel() // length)
     return padded(data, (count * length,)).view(count, *shape).unbind(0)
 
 
 def _of_ranks(gathered: Sequence[torch.Tensor], shared: _Shared) -> list[list[torch.Tensor]]:
-    """The parts of each rank."""
+    """The parts of each rank, unpacked from the gathered tensors."""
     ranks = len(shared.rows)
     by_rank = [each.unflatten(0, (ranks, -1)).unbind(0) for each in gathered]
     if shared.is_even:
@@ -119,7 +119,7 @@ def _of_ranks(gathered: Sequence[torch.Tensor], shared: _Shared) -> list[list[to
 
 
 def _joined(name: str, of_ranks: Sequence[torch.Tensor], shared: _Shared, sizes: Sequence[int], is_like_x: bool) -> torch.Tensor:
-    """A part of the whole, of those of ranks that have rows."""
+    """A part of the whole parameter, joined from that part of each rank that has rows."""
     with_rows = [(part, rows) for part, rows in zip(of_ranks, shared.rows, strict=True) if rows]
     if is_like_x:
         return torch.cat([part[:rows] for part, rows in with_rows])

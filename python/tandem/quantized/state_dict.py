@@ -1,4 +1,4 @@
-"""Quantized parameters in files: the parts in state dicts, as plain tensors, and what pickles hold."""
+"""Quantized parameters in state dicts, which hold their parts as unquantized tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tandem.quantized.parts import PARTS, matrix_rows, sizes_of_parts
 from tandem.quantized.quantizer import quantizer_of_text
 from tandem.quantized.tensor import QuantizedTensor, assembled, distinct
 
-_QUANTIZER = "quantizer"  # under which a state dict holds the text, as bytes
-_TEXT_BYTES = 64  # at least, so that a checkpoint in another format can be read in place
+_QUANTIZER = "quantizer"  # last word of the key under which a state dict has the quantizer's text as bytes
+_TEXT_BYTES = 64  # texts are padded to this length, so that a checkpoint of another format loads in place
 
 
 def save_parts(parameters: Mapping[str, torch.Tensor | None], destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """Puts the parts of quantized parameters in their place in a state dict, and what quantized them."""
+    """Replaces quantized parameters in a state dict by their parts and the text of their quantizer."""
     for name, param in parameters.items():
         if isinstance(param, QuantizedTensor):
             destination.pop(prefix + name, None)
@@ -28,8 +28,8 @@ def save_parts(parameters: Mapping[str, torch.Tensor | None], destination: dict[
 
 
 def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[str, Any], prefix: str) -> list[str]:
-    """Puts quantized parameters together again, of the parts in a state dict. What another quantizer has made is decoded, and so is what becomes a
-    parameter in plain numbers. Returns the keys that are missing of what says who has made parts: they count as the parameter's own then."""
+    """Replaces the parts of each parameter in a state dict by one tensor: a quantized one if the parameter has the quantizer of the parts, else the
+    dequantized values. Parts without the text of a quantizer count as the parameter's own format; returns the keys of those missing texts."""
     missing = []
     for name, param in parameters.items():
         key = f"{prefix}{name}."

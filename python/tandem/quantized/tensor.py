@@ -1,4 +1,4 @@
-"""Tensors in codes: what torch does with them."""
+"""`QuantizedTensor`: a tensor subclass of codes and scales, and its behaviour under torch's operations."""
 
 from __future__ import annotations
 
@@ -26,39 +26,38 @@ from tandem.quantized.views import (
     written,
 )
 
-OF_A_RANK = "_is_of_a_rank"  # of what fully_shard finds in the place of plain numbers
-_GIVEN = ("_given_scale", "_given_amax")  # tensors of a quantizer that holds some
-_SOME_ROWS = 128  # whole blocks of every format
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
-_PLAIN_DATA: Any = torch.Tensor.data  # the descriptor: of shape, dtype and memory of a wrapper
+OF_A_RANK = "_is_of_a_rank"  # mark of a local tensor that replaced an unquantized one of `fully_shard`
+_GIVEN = ("_given_scale", "_given_amax")  # attributes for the tensors of the quantizer, which graphs take as inputs
+_SOME_ROWS = 128  # a multiple of the block size of every format
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype by bytes of an element
+_PLAIN_DATA: Any = torch.Tensor.data  # torch's descriptor, which this class overrides
 
 
 def _copy_into(part: torch.Tensor, new: torch.Tensor) -> None:
     part.copy_(new)
     if not part.is_inference():
-        torch.autograd.graph.increment_version(part)  # below autograd, where this runs, nothing else does
+        torch.autograd.graph.increment_version(part)  # this runs below autograd, where copy_ does not count it
 
 
 class QuantizedTensor(torch.Tensor):
-    """A tensor in codes: x ~= decode(data) * scale_inv. What the quantizer was not asked for is None.
+    """x ~= decode(data) * scale_inv: a tensor that holds codes and scales of x. Codes that the quantizer did not compute are None.
 
-    It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again, unless these are the numbers that it
-    stands for. Copies, moves to another device or dtype (which is that of its numbers), `view`, `reshape`, `flatten` and `unsqueeze` that leave the last
-    dimension alone, slices of rows and pickles stay quantized; any other operation of torch reads its numbers and gives a plain tensor. Other views are
-    copies of the numbers, which cannot be written, and so cannot a slice of rows whose scales serve other rows too. Of a tensor with a tangent slices are
-    decoded too. `param.data = x` quantizes x, or takes the codes that it is in. What asks for the memory, as other libraries do by DLPack, gets a
-    RuntimeError. `torch.distributed.broadcast` moves the codes; other collectives cannot write into it. State dicts hold the parts, as plain tensors under
-    the parameter's name.
+    It may be a parameter: products read its codes, and its gradient is an unquantized tensor. A write quantizes the new values, unless they equal the
+    dequantized values. Results stay quantized for copies, moves to another device or dtype, row slices, pickles, and for `view`, `reshape`, `flatten` and
+    `unsqueeze` that keep the last dimension. Every other operation of torch reads the dequantized values and returns an unquantized tensor. Other
+    views are copies and cannot be written; nor can a row slice whose scales serve other rows too. Slices of a tensor with a tangent are dequantized.
+    `param.data = x` quantizes x, or takes the codes of a quantized x. An access to the memory, as by DLPack, raises RuntimeError.
+    `torch.distributed.broadcast` sends the codes; other collectives cannot write into the tensor. State dicts hold the parts as unquantized tensors.
 
     Attributes:
-        rowwise_data, columnwise_data: uint8 codes of the shape of x, with blocks along its last dimension, and along the others; never
-            transposed. With one scale per tensor or per square both may be the same tensor. Of four bits there are two codes in a byte, the first in the
-            low half: neighbours of the last dimension, or, in columns of x as a matrix, of the first.
-        rowwise_scale_inv, columnwise_scale_inv: their scales.
-        amax_rowwise, amax_columnwise: of formats with a second level of scale the largest magnitudes that this comes from, else None.
-        quantizer: the `Quantizer` that made it.
-        dtype, shape: those of x.
-        requires_grad: whether its gradient is wanted.
+        rowwise_data, columnwise_data: row codes and column codes, uint8 of the shape of x, never transposed. With one scale per tensor or per square
+            both may be one tensor. Four-bit codes are two in a byte, the first in the low half: neighbours along the last dimension of x, or, for column
+            codes, neighbours along the rows of x as a matrix.
+        rowwise_scale_inv, columnwise_scale_inv: the factors of decoded row codes and column codes.
+        amax_rowwise, amax_columnwise: with NVFP4 the amaxes that determine the scale per tensor; else None.
+        quantizer: the `Quantizer` that computed the codes.
+        dtype, shape: dtype of the dequantized values, and shape of x.
+        requires_grad: whether autograd computes a gradient.
     """
 
     rowwise_data: torch.Tensor | None
@@ -69,7 +68,7 @@ class QuantizedTensor(torch.Tensor):
     amax_columnwise: torch.Tensor | None
     quantizer: Any
 
-    # Operations go to __torch_dispatch__, below autograd.
+    # __torch_dispatch__ handles operations, below autograd.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -86,7 +85,8 @@ class QuantizedTensor(torch.Tensor):
         amax_columnwise: torch.Tensor | None = None,
         shape: Sequence[int] | None = None,
     ) -> QuantizedTensor:
-        """Puts parts together that belong together, such as those of `tandem.quantize`. `shape` is that of x, which codes of four bits do not tell."""
+        """Wraps matching parts, such as those of `tandem.quantize`. `shape` is the shape of x, which four-bit codes do not determine; None: that of the
+        codes. ValueError without row and column codes."""
         codes = rowwise_data if rowwise_data is not None else columnwise_data
         if codes is None:
             raise ValueError("QuantizedTensor: expected codes of rows or of columns, got neither. Pass rowwise_data or columnwise_data.")
@@ -100,7 +100,7 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same codes without a history. What is assigned is quantized, unless it is quantized already."""
+        """A tensor of the same codes without autograd history. An assigned tensor is quantized, unless it is a quantized tensor."""
         return _PLAIN_DATA.__get__(self)
 
     @data.setter
@@ -112,7 +112,7 @@ class QuantizedTensor(torch.Tensor):
                 f"data: expected numbers in float32, bfloat16 or float16, as a quantized tensor stands for, got {x.dtype}. Put plain numbers in the place of "
                 "the parameter: torch.nn.Parameter(weight.dequantize())."
             )
-        numbers = x.detach().resolve_neg()  # whose bits are compared
+        numbers = x.detach().resolve_neg()  # `_is_of` compares bits
         if self._is_of(numbers):
             return
         made = x if isinstance(x, QuantizedTensor) else self.quantizer.quantize(numbers)
@@ -136,7 +136,7 @@ class QuantizedTensor(torch.Tensor):
     _given_scale, _given_amax = property(lambda self: self.quantizer.scale), property(lambda self: self.quantizer.amax)
 
     def _stable_hash_for_caching(self) -> str:
-        """All that compiled code depends on: caches on disk know this tensor by it alone."""
+        """A text of all properties that compiled code depends on, by which caches on disk identify the tensor."""
         names, (held, *context) = self.__tensor_flatten__()
         parts = {name: (part.shape, part.stride(), part.dtype, part.device) for name in names if (part := getattr(self, name)) is not None}
         return repr((held.quantizer._stable_traits(), context, self.shape, parts))
@@ -161,13 +161,13 @@ class QuantizedTensor(torch.Tensor):
         result = function(*tree_map(decoded, args), **tree_map(decoded, kwargs))
         if is_view(function) and isinstance(args[0], QuantizedTensor):
             return Decoded.of(result)
-        owners = {id(plain[id(tensor)]): tensor for tensor in targets if isinstance(tensor, QuantizedTensor)}  # by what stood in for them
+        owners = {id(plain[id(tensor)]): tensor for tensor in targets if isinstance(tensor, QuantizedTensor)}  # by the dequantized tensor that replaced each
         for tensor in owners.values():
             tensor._write(plain[id(tensor)])
         return tree_map(lambda value: owners.get(id(value), value), result) if owners else result
 
     def _write_of(self, source: torch.Tensor) -> QuantizedTensor:
-        """Takes the codes of another one like this, or quantizes numbers."""
+        """Copies the parts of a source with equal quantizer, shape and parts, or quantizes its values."""
         self._check_writable()
         if not isinstance(source, QuantizedTensor) or not self._has_parts_of(source):
             self._write(source._numbers() if isinstance(source, QuantizedTensor) else source)
@@ -176,12 +176,12 @@ class QuantizedTensor(torch.Tensor):
         if self._first_numbers() is not None:
             self._note_numbers(source._latest_numbers())
         for amax, new in zip(self.quantizer._tensors()[1:], source.quantizer._tensors()[1:], strict=True):
-            if amax is not new:  # which is that of what was written
+            if amax is not new:  # the amax belongs to the codes, so it is copied with them
                 _copy_into(amax, new)
         return self
 
     def _sharing(self, mark: object) -> QuantizedTensor:
-        """Itself, marked as one whose parts serve other rows too, or may come to."""
+        """Itself, marked as a slice whose parts serve other rows too, or may later."""
         if mark:
             self.__dict__[SHARING] = mark
         return self
@@ -199,7 +199,7 @@ class QuantizedTensor(torch.Tensor):
         if zeros := self.__dict__.get(ZEROS):
             zeros.is_written = True
 
-    def __setitem__(self, index: Any, value: Any) -> None:  # a view is a copy
+    def __setitem__(self, index: Any, value: Any) -> None:  # x[index] is a copy, so a write into it would be lost
         x = self._latest_numbers()
         x[index] = value
         self.quantize_(x)
@@ -207,20 +207,20 @@ class QuantizedTensor(torch.Tensor):
     def _with(
         self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
     ) -> QuantizedTensor:
-        """Another one of parts that are changed, one of both directions once."""
+        """Another quantized tensor, whose parts are `change` of the parts of this one. A part that serves both directions is changed once."""
         changed = {id(part): change(part) for part in distinct(self).values()}
         return self._of([changed.get(id(getattr(self, name))) for name in PARTS], shape, dtype)
 
     def _again(self) -> QuantizedTensor:
-        """Another one of the same parts."""
+        """Another quantized tensor with the same parts."""
         return self._of([getattr(self, name) for name in PARTS])
 
     def _of(self, parts: Sequence[torch.Tensor | None], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
-        """Another one like this, in the order of PARTS."""
+        """A quantized tensor with this quantizer and other parts, in the order of PARTS."""
         return assembled(parts, self.quantizer, dtype or self.dtype, self.shape if shape is None else shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As of other tensors, whose own looks for their memory."""
+        """A deep copy, as for other tensors. Torch's own method would read the memory."""
         if id(self) in memo or not self.is_leaf:
             return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         made = self._again()
@@ -236,16 +236,16 @@ class QuantizedTensor(torch.Tensor):
         parts = [getattr(self, name) for name in PARTS]
         return _rebuilt, (self.quantizer, parts, self.dtype, tuple(self.shape), self.requires_grad, attributes)
 
-    fsdp_pre_all_gather, fsdp_post_all_gather = pre_all_gather, post_all_gather  # as torch.distributed.fsdp.fully_shard asks for
+    fsdp_pre_all_gather, fsdp_post_all_gather = pre_all_gather, post_all_gather  # torch.distributed.fsdp.fully_shard calls them
 
     def _has_parts_of(self, other: QuantizedTensor) -> bool:
         there = [[None if part is None else part.shape for part in (getattr(tensor, name) for name in PARTS)] for tensor in (self, other)]
         return self.quantizer.text == other.quantizer.text and self.shape == other.shape and there[0] == there[1]
 
     def _write(self, x: torch.Tensor) -> None:
-        """Codes of x in place of those that are there."""
+        """Overwrites the codes by those of x."""
         self._check_writable()
-        numbers = x.detach().resolve_neg().to(self.dtype).expand(self.shape)  # kernels called from here on read memory as it is
+        numbers = x.detach().resolve_neg().to(self.dtype).expand(self.shape)  # the kernels read memory without negating it
         if self._is_of(numbers):
             return
         self._take_parts_of(self.quantizer._wanting(self)._quantized(numbers))
@@ -253,8 +253,9 @@ class QuantizedTensor(torch.Tensor):
             self._note_numbers(numbers)
 
     def _is_of(self, numbers: torch.Tensor) -> bool:
-        """Whether the codes stand for just these numbers, whose own codes may be others: those of columns would be rounded a second time. Where the scale is
-        given, or that of several processes, or rounding is by chance, codes are made anew with each write. Nobody knows while tracing."""
+        """Whether the dequantized values are `numbers` bit by bit, so that a write would only round column codes a second time.
+
+        False while tracing, and for quantizers with a given or shared scale or stochastic rounding, whose codes each write computes."""
         if isinstance(numbers, QuantizedTensor) or (numbers.shape, numbers.dtype, numbers.device) != (self.shape, self.dtype, self.device):
             return False
         quantizer, text = self.quantizer, self.quantizer.text
@@ -263,7 +264,7 @@ class QuantizedTensor(torch.Tensor):
         if any(type(part) is not torch.Tensor or part.is_meta for part in distinct(self).values()):
             return False
         bits = _BITS[self.dtype.itemsize]
-        for rows in (_SOME_ROWS, None) if self.dim() > 1 and self.shape[0] > 2 * _SOME_ROWS else (None,):  # most writes bring other numbers
+        for rows in (_SOME_ROWS, None) if self.dim() > 1 and self.shape[0] > 2 * _SOME_ROWS else (None,):  # most writes differ in the first rows already
             own = self.detach()[:rows]
             own = own._numbers() if isinstance(own, QuantizedTensor) else own
             if not torch.equal(numbers[:rows].contiguous().view(bits), own.contiguous().view(bits)):
@@ -274,7 +275,7 @@ class QuantizedTensor(torch.Tensor):
         return self.__dict__.get(FIRST_NUMBERS, (None,))[0]
 
     def _latest_numbers(self) -> torch.Tensor:
-        """A copy of the numbers that were written last, where these are kept; else those of the codes."""
+        """A copy of the unquantized numbers that were written last, if they are kept; else the dequantized values."""
         first = self._first_numbers()
         return self._numbers() if first is None else first.to(self.device, self.dtype, copy=True)
 
@@ -286,7 +287,8 @@ class QuantizedTensor(torch.Tensor):
             _copy_into(part, getattr(other, name))
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drops the codes of a direction, for False, or gives those that are to be there, for True, where one set of codes serves both; None: as it is."""
+        """Drops row or column codes (False), or adds them (True), which needs a format whose one set of codes serves both, else RuntimeError; None: unchanged.
+        ValueError if neither would remain."""
         there = self.get_usages()
         wanted = [there[name] if usage is None else bool(usage) for name, usage in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage))]
         if not any(wanted):
@@ -307,12 +309,12 @@ class QuantizedTensor(torch.Tensor):
                     setattr(self, part, None)
 
     def get_usages(self) -> dict[str, bool]:
-        """Whether there are codes of rows and of columns."""
+        """Whether the tensor has row codes and column codes, under the keys "rowwise" and "columnwise"."""
         return {"rowwise": self.rowwise_data is not None, "columnwise": self.columnwise_data is not None}
 
     def __getattr__(self, name: str) -> Any:
-        """Where the numbers that the tensor was drawn with were kept (`quantized_model_init`) there are `get_high_precision_init_val`, which gives them,
-        None once they are cleared, and `clear_high_precision_init_val`."""
+        """Two methods exist if `quantized_model_init` has kept the initial numbers: `get_high_precision_init_val()` returns them, or None once they are
+        cleared, and `clear_high_precision_init_val()` drops them."""
         if FIRST_NUMBERS in self.__dict__:
             if name == "get_high_precision_init_val":
                 return self._first_numbers
@@ -323,8 +325,11 @@ class QuantizedTensor(torch.Tensor):
         )
 
     def dequantize(self, columnwise: bool | torch.dtype = False, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
-        """The numbers of one direction, in `dtype`, which may come first, or in that of x. Without `columnwise`, those of rows, or of columns where these are
-        all. Their gradient is that of the tensor. Rotated columns stay rotated, as a matrix whose number of rows is padded to 16, and have none."""
+        """decode(data) * scale_inv, in `dtype` or by default in the dtype of the tensor, of the shape of x. Its gradient is the gradient of the tensor.
+
+        `columnwise` reads the column codes; otherwise the row codes count, or the column codes if there are no others. The dtype may be the first
+        argument. Rotated column codes give rotated values: a matrix whose number of rows is padded to a multiple of 16, without a gradient. Codes that
+        do not exist, or rotated ones without `columnwise`, raise ValueError."""
         if isinstance(columnwise, torch.dtype):
             columnwise, dtype = False, columnwise
         is_rotated = columnwise and ":rht=1" in self.quantizer.text
@@ -334,7 +339,7 @@ class QuantizedTensor(torch.Tensor):
         return self._numbers(columnwise, dtype)
 
     def _numbers(self, columnwise: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Without a history."""
+        """`dequantize` without recording a gradient."""
         is_rotated = ":rht=1" in self.quantizer.text
         if not columnwise and self.rowwise_data is None and is_rotated:
             raise ValueError("dequantize: expected codes of rows, got rotated ones of columns, which do not tell the numbers. Pass columnwise=True for those.")
@@ -348,33 +353,33 @@ class QuantizedTensor(torch.Tensor):
         return torch.ops.tandem.dequantize(data, scale, self.quantizer.text, columnwise, dtype or self.dtype, amax, sizes)
 
     def quantize_(self, x: torch.Tensor) -> QuantizedTensor:
-        """Writes the codes of x, such as a master copy that an optimizer has stepped."""
+        """Quantizes x, such as a master weight that an optimizer has stepped, into this tensor, without recording a gradient. Returns the tensor."""
         with torch.no_grad():
             return self.copy_(x)  # type: ignore[return-value]
 
     def share_memory_(self) -> QuantizedTensor:
-        """Moves the parts to memory that other processes see. Returns itself."""
+        """Moves the parts to memory that processes share. Returns the tensor."""
         for part in distinct(self).values():
             part.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
-        """Whether other processes may see the parts."""
+        """Whether all parts lie in memory that processes share."""
         return all(part.is_shared() for part in distinct(self).values())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of nothing, as the memory is that of the parts."""
+        """An empty storage, as only the parts have memory."""
         storage = super().untyped_storage()
-        if self.__dict__.get(OF_A_RANK):  # fully_shard compares addresses, to see whether its numbers are there still
+        if self.__dict__.get(OF_A_RANK):  # fully_shard compares addresses, to see whether its tensor was replaced
             storage.data_ptr = lambda: 0  # type: ignore[method-assign]
         return storage
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The numbers, as of a plain tensor, but read-only."""
+        """The dequantized values as a read-only array."""
         return read_only(self.dequantize().numpy(force=force))
 
     def tolist(self) -> Any:
-        """The numbers, as of a plain tensor."""
+        """The dequantized values as nested lists."""
         return self.dequantize().tolist()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -382,7 +387,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 class _Held(NamedTuple):
-    """A quantizer, without the tensors that it holds, as part of what compiled code depends on, which Dynamo copies and compares."""
+    """A quantizer, compared without its tensors. Dynamo copies and compares it, as compiled code depends on it."""
 
     quantizer: Any
 
@@ -397,7 +402,7 @@ class _Held(NamedTuple):
 
 
 class _Dequantized(torch.autograd.Function):
-    """Numbers, whose gradient is that of the codes' tensor, and so is their tangent."""
+    """The autograd function of `dequantize`: gradient and tangent pass through unchanged but for the dtype."""
 
     generate_vmap_rule = True
 
@@ -406,7 +411,7 @@ class _Dequantized(torch.autograd.Function):
         return codes._numbers(columnwise, dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # apart from forward, as torch.func wants it
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch.func requires it apart from forward
         ctx.dtype, ctx.made = inputs[0].dtype, output.dtype
 
     @staticmethod
@@ -425,7 +430,7 @@ def assembled(parts: Sequence[torch.Tensor | None], quantizer: Any, dtype: torch
 
 
 def in_directions(parts: Sequence[torch.Tensor | None], quantizer: Any, dtype: torch.dtype, shape: Sequence[int]) -> QuantizedTensor:
-    """Of parts that the library has made, those of the directions that a quantizer wants. Where there are none of columns, those of rows serve both."""
+    """A quantized tensor of those parts from the library that the quantizer computes. Without column parts the row parts serve both directions."""
     row, column, absent = parts[:3], parts[3:6], (None, None, None)
     column = row if column[0] is None else column
     return assembled([*(row if quantizer.rowwise else absent), *(column if quantizer.columnwise else absent)], quantizer, dtype, shape)
@@ -434,17 +439,17 @@ def in_directions(parts: Sequence[torch.Tensor | None], quantizer: Any, dtype: t
 def _rebuilt(
     quantizer: Any, parts: list[Any], dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, attributes: dict[str, Any]
 ) -> QuantizedTensor:
-    """What a pickle holds; torch.load(weights_only=True) calls it too."""
+    """Creates a tensor from a pickle, also for torch.load(weights_only=True)."""
     made = assembled(parts, quantizer, dtype, shape)
     made.__dict__.update(attributes)
     return made.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuilt, (_rebuilt, "tandem._quantized_tensor._rebuilt")])  # whose module had another name
+torch.serialization.add_safe_globals([_rebuilt, (_rebuilt, "tandem._quantized_tensor._rebuilt")])  # older files name the module so
 
 
 def distinct(x: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """The parts that are tensors of their own: one of both directions counts as that of rows."""
+    """The parts by name, each tensor once: one that serves both directions has the name of the row part."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name in PARTS:
         if (part := getattr(x, name)) is not None:

@@ -1,4 +1,4 @@
-"""Views of tensors in codes: those that stay so, and those that are copies of the numbers."""
+"""Views of quantized tensors: those that stay quantized, and those that are dequantized copies."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tandem import _C
 from tandem.quantized.parts import DTYPES, PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
 
-SHARING = "_shares_scales"  # of a slice of rows: True where its parts serve other rows too, or the Zeros that it is of
-FIRST_NUMBERS = "_high_precision_init_val"  # of a parameter: a list of the numbers that it was given first, or of None once they are cleared
-ZEROS = "_zeros"  # of new zeros: their Zeros
+SHARING = "_shares_scales"  # attribute of a row slice: True if its parts serve other rows too, or the `Zeros` of its source
+FIRST_NUMBERS = "_high_precision_init_val"  # attribute of a parameter: a list of its unquantized numbers, or of None once they are cleared
+ZEROS = "_zeros"  # attribute of a result of `new_zeros`: its `Zeros`
 
 
 class Zeros:
-    """Rows of new zeros behind the first, which mean zeros under any scale: the scales of the first are their own, until somebody writes the whole."""
+    """State of a result of `new_zeros`. Its last rows are zeros under any scale, so the slice of its first rows has the scales to itself until a write."""
 
     def __init__(self) -> None:
-        self.first: int | None = None  # how many they are, once somebody has asked for them
+        self.first: int | None = None  # number of rows of the first slice that was taken from row 0
         self.is_written = False
 
     def begin(self, first: int, last: int) -> bool:
-        """Whether a slice is of those at the beginning."""
+        """Whether a slice is the one of the first rows, and nothing has written the whole tensor."""
         if self.first is None and first == 0:
             self.first = last
         return not self.is_written and first == 0 and last == self.first
 
 
 def is_view(function: Any) -> bool:
-    """Whether an operator gives memory of what it is given, unwritten."""
+    """Whether an operator returns a view of an argument without writing it."""
     return any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns)
 
 
 def written(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an operator writes into, of what it is given."""
+    """The arguments that an operator writes."""
     found: list[Any] = []
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -50,7 +50,7 @@ def written(function: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def without_memory(x: Any) -> Any:
-    """Itself, a wrapper: whoever asks for its memory, such as another library by the DLPack protocol, gets an error instead of an address where nothing is."""
+    """x, a wrapper without memory. An access to its memory, such as by DLPack, then raises an error instead of returning an invalid address."""
     _C.forbid_memory(
         x,
         "QuantizedTensor: expected a tensor whose numbers lie in one memory, got one in codes, or a view of one, which has several parts. Use its numbers: "
@@ -60,7 +60,7 @@ def without_memory(x: Any) -> Any:
 
 
 def views_in_inference_mode(dispatch: Any) -> Any:
-    """For `__torch_dispatch__`: in inference mode a view of an ordinary tensor has to be an ordinary one too, as torch has both count their writes together."""
+    """Wraps `__torch_dispatch__`: in inference mode a view of a normal tensor must be a normal tensor too, as both share a version counter."""
 
     @functools.wraps(dispatch)
     def dispatched(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,8 +73,8 @@ def views_in_inference_mode(dispatch: Any) -> Any:
 
 
 def collective(function: Any, args: Any) -> Any:
-    """What a collective that is to write into tensors in codes gives, or None of any other operator. A broadcast moves the codes; what other collectives
-    write would be lost, as it comes when the call has returned."""
+    """The result of a collective that writes quantized tensors; None for any other operator. A broadcast sends the codes. Other collectives raise
+    RuntimeError: they write after the call has returned, into a dequantized copy."""
     name = function._schema.name
     given = tree_leaves(args[0]) if name.startswith(("c10d::", "_c10d_functional::")) and name.endswith("_") else ()
     coded = [value for value in given if isinstance(value, Decoded) or hasattr(value, "quantizer")]
@@ -98,16 +98,16 @@ def collective(function: Any, args: Any) -> Any:
 
 
 class Decoded(torch.Tensor):
-    """A view of a quantized tensor that has no codes of its own: a copy of the numbers, into which no write may go, as nobody would see it. Of all numbers
-    one behind the other the copy is made where it is read: fully_shard holds such a one of each parameter, and never reads it."""
+    """A view of a quantized tensor as a dequantized copy. Writes into it raise RuntimeError, as they would be lost. The view in one dimension is
+    dequantized when it is read: fully_shard keeps such a view of each parameter, and never reads it."""
 
-    _numbers: Any  # a plain tensor, or the quantized one
+    _numbers: Any  # the dequantized values, or the quantized tensor of a view in one dimension
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor) -> Decoded:
-        """A plain tensor, or the quantized one that is to be read in one dimension."""
+        """Wraps dequantized values, or a quantized tensor, of which it becomes the view in one dimension."""
         is_plain = type(numbers) is torch.Tensor
         sizes, strides, offset = (numbers.shape, numbers.stride(), numbers.storage_offset()) if is_plain else ((numbers.numel(),), (1,), 0)
         made: Decoded = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -117,13 +117,13 @@ class Decoded(torch.Tensor):
         return without_memory(made)  # type: ignore[no-any-return]
 
     def read(self) -> torch.Tensor:
-        """The numbers, as a plain tensor."""
+        """The dequantized values as an ordinary tensor."""
         numbers = self._numbers
         return numbers if type(numbers) is torch.Tensor else numbers._numbers().view(-1)
 
     @classmethod
     def of(cls, result: Any) -> Any:
-        """What an operator has returned, with each plain tensor as such a view."""
+        """The result of an operator, with each ordinary tensor in it wrapped as such a view."""
         return tree_map(lambda value: cls(value) if type(value) is torch.Tensor else value, result)
 
     @classmethod
@@ -142,11 +142,11 @@ class Decoded(torch.Tensor):
         return cls.of(result) if is_view(function) and isinstance(args[0], Decoded) else result
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a plain tensor, but read-only."""
+        """The dequantized values as a read-only array."""
         return read_only(self.read().numpy(force=force))
 
     def tolist(self) -> Any:
-        """As of a plain tensor."""
+        """The dequantized values as nested lists."""
         return self.read().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -163,13 +163,13 @@ class Decoded(torch.Tensor):
 
 
 def read_only(array: Any) -> Any:
-    """Itself, a copy in numpy: a write into it would be lost."""
+    """The array, made read-only: it is a copy, so a write would be lost."""
     array.flags.writeable = False
     return array
 
 
 def _like(x: Any, made: Any, tells_first: bool = True) -> Any:
-    """A tensor of the codes of x, marked as x is: a write into it also tells the first numbers of x, where it is of the same shape."""
+    """`made`, which has codes of x, with the marks of x. If it has the shape of x, writes into it also update the kept initial numbers of x."""
     if tells_first and (first := x.__dict__.get(FIRST_NUMBERS)) is not None:
         made.__dict__[FIRST_NUMBERS] = first
     return made._sharing(x.__dict__.get(SHARING))
@@ -184,7 +184,7 @@ def _converted(x: Any, *, dtype: torch.dtype | None = None, device: Any = None, 
 
 
 def _viewed(x: Any, shape: Sequence[int]) -> torch.Tensor | None:
-    """The same codes under another shape, where rows stay what they are."""
+    """The codes of x under another shape with an equal last dimension; None: x must be dequantized."""
     sizes = list(shape)
     if sizes == [-1] and x.dim() > 1 and type(x.rowwise_data if x.rowwise_data is not None else x.columnwise_data) is torch.Tensor:
         return Decoded(x)
@@ -201,14 +201,14 @@ def _viewed(x: Any, shape: Sequence[int]) -> torch.Tensor | None:
     row_viewed = viewed(row)
     if column is row:
         column = row_viewed
-    elif column is not None and not x.quantizer.text.startswith("nvfp4"):  # whose columns are packed as those of a matrix
+    elif column is not None and not x.quantizer.text.startswith("nvfp4"):  # NVFP4 packs column codes by rows of the matrix
         column = viewed(column)
     made = x._of([row_viewed, row_scale, row_amax, column, column_scale, column_amax], sizes)
     return _like(x, made, tells_first=sizes == list(x.shape))
 
 
 def rows_of(x: Any, first: int, last: int) -> Any:
-    """A slice of the first dimension, where no block lies across its ends. Codes and scales are views where they need no padding of their own."""
+    """A slice of the first dimension; None if a block lies across one of its ends. Codes and scales are views unless the slice needs padding."""
     inner = math.prod(x.shape[1:-1])
     begin, count = first * inner, (last - first) * inner
     places = places_of_rows(x.quantizer.text, x.shape[-1])
@@ -242,7 +242,7 @@ def rows_of(x: Any, first: int, last: int) -> Any:
 
 
 def levels(x: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor, and those around which torch.func has put it: each transformation differentiates one of them."""
+    """A tensor and the tensors that torch.func has wrapped in it: each transformation differentiates one of them."""
     found = [x]
     while not is_dynamo_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
         found.append(torch._C._functorch.get_unwrapped(found[-1]))
@@ -250,11 +250,11 @@ def levels(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def has_tangent(x: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation follows it."""
+    """Whether a tensor, or one that torch.func has wrapped in it, has a tangent."""
     return forward_ad._current_level >= 0 and any(_C.has_tangent(each) for each in levels(x))  # type: ignore[attr-defined]
 
 
-# Rows of a tensor with a tangent are decoded: torch wants those of the tangent in the same place of as large a memory.
+# Slices of a tensor with a tangent are dequantized: torch requires that tangent and tensor have equal strides, offsets and storage sizes.
 
 
 def _sliced(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
@@ -293,7 +293,7 @@ def _unsqueezed(x: Any, dim: int) -> torch.Tensor | None:
     return _viewed(x, [*x.shape[:at], 1, *x.shape[at:]]) if at < x.dim() else None
 
 
-STAYING: dict[Any, Callable[..., Any]] = {  # what gives a quantized tensor, or None where it must be decoded
+STAYING: dict[Any, Callable[..., Any]] = {  # operators whose results stay quantized; None: x must be dequantized
     torch.ops.aten.detach.default: _same,
     torch.ops.aten.alias.default: _same,
     torch.ops.aten.clone.default: lambda x, **unused: x._with(torch.clone),
@@ -305,6 +305,6 @@ STAYING: dict[Any, Callable[..., Any]] = {  # what gives a quantized tensor, or 
     torch.ops.aten.slice.Tensor: _sliced,
     torch.ops.aten.split.Tensor: _split,
     torch.ops.aten.new_zeros.default: _zeros,
-    torch.ops.aten.empty_like.default: _empty,  # as of Module.to_empty
+    torch.ops.aten.empty_like.default: _empty,  # Module.to_empty calls it
     torch.ops.aten.as_strided.default: _strided,
 }

@@ -1,4 +1,4 @@
-"""Codes of weights that are kept from call to call, and what callers may say of weights."""
+"""Codes of weights that are kept from call to call, and declarations of callers about writes to weights."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from tandem import _C
 from tandem.quantized.quantizer import Quantizer
 from tandem.quantized.tensor import QuantizedTensor, in_directions
 
-_SAID = {None: 0, True: 1, False: 2}  # by is_first_microbatch
+_SAID = {None: 0, True: 1, False: 2}  # the library's number of each value of is_first_microbatch
 
 
 class WeightWorkspace(NamedTuple):
-    """What `quantize_weight` keeps of a weight: its codes as plain tensors, None where a direction is not wanted, and a stamp that says of what
-    they were made. A stamp is of one process: a workspace is not saved.
+    """The codes and scales of a weight that `quantize_weight` reuses, and a stamp that identifies the weight's value when they were computed.
+
+    A stamp is valid in one process, so a workspace is not saved. Parts that the quantizer does not compute are None.
 
     Args:
-        row_codes, row_scale, row_amax: the codes that forward multiplies, their scales, and, of NVFP4, the amax that belongs to these.
-        column_codes, column_scale, column_amax: those that the gradient of x is computed from.
-        amax: that of the weight.
-        stamp: of what the codes were made.
-        made: why the last call has made them, or "found".
+        row_codes, row_scale, row_amax: row codes, which forward multiplies, their scales, and with NVFP4 the amax of the scale per tensor.
+        column_codes, column_scale, column_amax: column codes, from which the gradient of x is computed, their scales and amax.
+        amax: amax of the weight.
+        stamp: numbers that identify the value of the weight when the codes were computed.
+        made: reason why the last call computed the codes, such as "first use", or "found" if it reused them.
     """
 
     row_codes: torch.Tensor | None
@@ -34,7 +35,7 @@ class WeightWorkspace(NamedTuple):
     column_amax: torch.Tensor | None
     amax: torch.Tensor
     stamp: torch.Tensor
-    made: str  # why the last call has made the codes, such as "first use", or "found"
+    made: str
 
 
 def _serves(weight: QuantizedTensor, quantizer: Quantizer) -> bool:
@@ -46,7 +47,7 @@ def _serves(weight: QuantizedTensor, quantizer: Quantizer) -> bool:
 def quantize_weight(
     weight: torch.Tensor, quantizer: Quantizer, workspace: WeightWorkspace | None = None, *, is_first_microbatch: bool | None = None
 ) -> tuple[QuantizedTensor, WeightWorkspace | None]:
-    """The codes of a weight, made only where they are not in `workspace` already: what pipelines do with their weights, for products of one's own.
+    """The codes of a weight, computed only if `workspace` does not contain them. Products of your own then quantize weights as pipelines do.
 
     >>> import torch, tandem
     >>> weight = torch.randn(64, 64)
@@ -56,22 +57,21 @@ def quantize_weight(
     >>> workspace.made
     'found'
 
-    The codes lie in the workspace that is returned: the next call with it may write them again. It is the given one, unless that cannot hold these
-    codes (another shape or device, a format of another layout, a direction that is missing), or holds nothing of this weight. Whether codes
-    that are there serve is asked of the weight at every call. On the CPU they do if they were made of the same bytes by the same quantizer, however
-    the weight was written or replaced. On an accelerator they do if tensor, version, optimizer steps, quantizer and autocast region are the same;
-    outside of regions they are made in each call.
+    The codes share memory with the returned workspace, and the next call with it may overwrite them. The returned workspace is the given one, unless
+    that one lacks a direction, belongs to another weight, or has another shape, device or layout of codes. Each call checks whether the codes
+    are valid. On the CPU they are if they were computed from equal bytes by an equal quantizer, however the weight was written or replaced. On an
+    accelerator they are if tensor, version, optimizer steps, quantizer and autocast region are unchanged; outside of regions each call computes them.
 
     Args:
-        weight: a tensor; one that is quantized by an equal quantizer, in the wanted directions, is its own codes; of another one, or of the shard of a
-            DTensor, the whole is made first. A gradient is not recorded: pass `weight.detach()`.
-        quantizer: whose codes depend on the weight alone; its `rowwise` and `columnwise` say which are wanted.
-        workspace: what an earlier call has returned.
-        is_first_microbatch: None: nothing is known. True: the codes are made. False: nobody has written the weight since they were, which is
-            taken on trust: its bytes are not compared, and its codes serve in every region.
+        weight: a tensor. A `QuantizedTensor` with an equal quantizer and the needed directions is returned itself; another one is dequantized first, and
+            a DTensor is gathered first. No gradient is recorded: pass `weight.detach()`.
+        quantizer: a quantizer whose codes depend on the weight alone. Its `rowwise` and `columnwise` choose the directions.
+        workspace: the workspace that an earlier call returned; None: the codes are computed.
+        is_first_microbatch: None: the call checks the codes. True: it computes them. False: the caller declares that nothing has written the weight
+            since; its bytes are not compared, and its codes are valid in every region.
 
     Returns:
-        the codes, and the workspace for the next call; None for a weight that is its own codes.
+        the codes, and the workspace for the next call, or None if the weight itself is returned.
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"quantize_weight: expected a Quantizer, got {type(quantizer).__name__}. Pass for example tandem.MXFP8Quantizer(...).")
@@ -90,7 +90,7 @@ def quantize_weight(
 
 
 class _saying(contextlib.ContextDecorator):
-    """Says something of all weights that pipelines use in a `with` block of this thread."""
+    """A declaration about all weights that pipelines use in a `with` block of this thread."""
 
     def __init__(self, said: str) -> None:
         self._said = said
@@ -105,11 +105,10 @@ class _saying(contextlib.ContextDecorator):
 
 
 class weights_unchanged(_saying):
-    """Says that nobody writes weights inside a `with` block, nor has since their codes were last made: `is_first_microbatch=False` of all pipelines
-    that are called in it, in this thread.
+    """Declares that nothing writes weights in a `with` block, nor has since their codes were computed: `is_first_microbatch=False` for all pipelines.
 
-    Their bytes are not compared, and codes serve in every region. What versions and optimizer steps tell is seen all the same; a write through
-    `.data`, a flat buffer or a foreign optimizer is not, unless `tandem.weights_changed()` tells.
+    The declaration holds for calls in this thread. Bytes of weights are not compared, and their codes are valid in every region. Changes of versions
+    and steps of optimizers still count. A write through `.data`, a flat buffer or a foreign optimizer does not, unless `tandem.weights_changed()` follows.
 
     >>> import torch, tandem
     >>> linear = tandem.ops.Linear(16, 16)
@@ -124,13 +123,14 @@ class weights_unchanged(_saying):
 
 
 def in_microbatch(is_first: bool) -> _saying:
-    """What `is_first_microbatch` of a module says."""
+    """The context in which weights are as `is_first_microbatch` of a module declares."""
     return _saying("first micro-batch" if is_first else "unchanged")
 
 
 def weights_changed() -> None:
-    """Says that parameters were written in a way that leaves no sign, not by a `torch.optim` optimizer, but through `.data`, a collective or the like:
-    codes made of them are stale. On an accelerator this must be told; on the CPU the bytes of weights are compared, and it must only where they were
-    said to be unchanged."""
+    """Declares that parameters were written without a change of version or a `torch.optim` step, such as through `.data` or by a collective.
+
+    All kept codes are then recomputed. On an accelerator call it after each such write. On the CPU, where bytes of weights are compared, it is needed
+    only in a block of `weights_unchanged` or before a call with `is_first_microbatch=False`."""
     _C.weights_changed()
 
