@@ -64,10 +64,10 @@ __all__ = [
 
 
 def _after_step(*_: object) -> None:
-    _C.weights_changed()  # fused optimizers write without moving version counters
+    _C.weights_changed()  # fused optimizers write weights without changing version counters
 
 
-# Former names of modules: pickles that earlier versions have written name them, and the built library imports two by them.
+# Former names of modules: pickles of earlier versions contain them, and the extension imports two modules by them.
 _FORMER_MODULES = {
     "_autocast": "regions.autocast", "_checkpoint": "regions.checkpoint", "_compile": "compilers.compile", "_compiled_state": "state.compiled",
     "_decompositions": "compilers.decompositions", "_export": "state.transformer_engine", "_inspect": "report.inspection",

@@ -1,1 +1,1 @@
-"""What compilers and exporters of torch are told of the library, none of which is imported for it."""
+"""Registrations with torch's compilers and exporters, none of which is imported for them."""

@@ -1,4 +1,4 @@
-"""`tandem.compile`."""
+"""`tandem.compile`, which applies the backend of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _Model = TypeVar("_Model", bound=Callable[..., Any])
 
 
 def compile(model: _Model, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Unpack[GivenOptions]) -> _Model:  # noqa: A001
-    """`torch.compile(model, backend="tandem", options=options)`, with options that are checked before the first call. The model is not changed.
+    """`torch.compile(model, backend="tandem", options=options)`, which checks the options before the first call. The model itself is not changed.
 
     Args:
         model: a module or a function.
         fullgraph: as for `torch.compile`.
         dynamic: as for `torch.compile`.
-        options: `recipe`, `memory_budget`, `exclude`, `rest`, `logits`, `verify` and `require`; see `tandem.backend.Options`.
+        options: `recipe`, `memory_budget`, `exclude`, `rest`, `logits`, `verify` and `require`; `tandem.backend.Options` says what errors they raise.
     """
-    from tandem.backend import Options, backend  # loads what Dynamo needs, which takes a second
+    from tandem.backend import Options, backend  # this import loads Dynamo, which takes a second
 
     checked = Options.of(options)
     if isinstance(model, torch.nn.Module):
         for text in checked.names_of_no_module(name for name, _ in model.named_modules()):
-            warnings.warn(text, stacklevel=2)  # no error: the module may be put there before the first call
+            warnings.warn(text, stacklevel=2)  # no error: a module of that name may be added before the first call
     compiled: Any = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options={**options})
     return compiled  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Kernel ops as compositions of torch's operations, for what knows no others."""
+"""Decompositions of kernel ops into torch's operations, for exporters and for DTensor."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tandem.compilers.imports import when_imported
 
 
 def _reference(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    # The kernel of this key calls an implementation where a tensor has memory, and the reference where it stands for one, as it does whenever
-    # something is decomposed. A mode of torch functions would call the op instead.
+    # The kernel of this key calls an implementation for tensors with memory, and the composite reference for tensors without, as all are while an op is
+    # decomposed. A mode of torch functions would intercept the op instead.
     with torch._C.DisableTorchFunction():
         return op._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
@@ -38,11 +38,10 @@ def _table() -> dict[OperatorBase, Callable[..., Any]]:
 
 
 def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
-    """Each kernel op of this library as a function of torch's operations: a table for `run_decompositions` of an exported program, and for
-    `make_fx`.
+    """A table for `run_decompositions` of an exported program and for `make_fx`: for each kernel op a function that calls torch's operations.
 
-    `torch.onnx.export` and DTensor find it by themselves. Ops whose steps depend on what is in their tensors are not in it, and stay
-    in a program: products of groups of rows, the scales of `DelayedScaling`, and codes of weights that are kept from call to call.
+    `torch.onnx.export` and DTensor find the table by themselves. Ops whose steps depend on values of tensors are not in it and stay in a
+    program: products of groups of rows, the scales of `DelayedScaling`, and codes of weights that are kept from call to call.
 
     >>> import torch, tandem
     >>> program = torch.export.export(tandem.ops.Sequential(tandem.ops.RMSNorm(4), tandem.ops.SiLU()), (torch.randn(2, 4),))
@@ -53,7 +52,7 @@ def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
 
 
 def _register_fallbacks(inductor: Any) -> None:
-    """Inductor calls an op that it does not know as it is, but where the variable CI is set it refuses one that has a decomposition too."""
+    """Has Inductor call the kernel ops. It would do so for any unknown op, but with the variable CI set it refuses an op that has a decomposition."""
     for op in _table():
         constraint = inductor.tag_to_layout_constraint(inductor.get_layout_constraint_tag(op, with_default=True))
         inductor.make_fallback(op, layout_constraint=constraint, warn=False)
@@ -66,7 +65,7 @@ def _register_shardings(_: Any) -> None:
     infos: Any = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for op in (torch.ops.tandem.norm_backward.default, torch.ops.tandem.l2_norm_backward.default):
         register_sharding(op)(partial(_norm_backward_shardings, op))  # type: ignore[no-untyped-call]
-        # What was found for a call counts for those with the same arguments from here on. Torch looks for numbers, which `output_mask` is none of.
+        # DTensor caches the sharding of a call by its arguments. It finds static arguments by their types, and lists such as `output_mask` are not found.
         infos[op].static_argnum = min(infos[op].static_argnum, len(op._schema.arguments) - 1)
     register_sharding(torch.ops.tandem.modulate_scale_backward.default)(_modulate_shardings)  # type: ignore[no-untyped-call]
 
@@ -84,10 +83,10 @@ def _modulate_shardings(grad_y: Any, x: Any, scale: Any) -> Iterator[tuple[list[
 
 
 def _norm_backward_shardings(op: OpOverload, *args: Any) -> Iterator[tuple[list[Any], list[Any]]]:
-    """How ranks may share the results of a norm's backward, and its operands: as forward has shared the rows.
+    """The placements of operands and results under which a norm's backward may run: those in which forward has sharded the rows.
 
-    From the decomposition DTensor takes that rows may be moved to where the first dimension is cut. It would cut the statistics, which have one dimension,
-    into as many for each rank, which are those of the rank's rows only where the first dimension of x is cut evenly.
+    DTensor would derive from the decomposition that it may reshard rows along the first dimension. It would then cut the statistics, which have one
+    dimension, evenly; they match a rank's rows only if the first dimension of x is cut evenly too.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -104,7 +103,7 @@ def _norm_backward_shardings(op: OpOverload, *args: Any) -> Iterator[tuple[list[
     yield sharding(Replicate(), Replicate(), Replicate())
     dims = x.ndim - (1 if weight is None else weight.ndim)
     for dim in range(dims):
-        blocks = math.prod(x.shape[:dim])  # of rows that lie one behind the other, of each of which a rank has some
+        blocks = math.prod(x.shape[:dim])  # blocks of consecutive rows; a rank has some rows of each
         as_forward = [each for each in statistic.placements if getattr(each, "dim", None) == 0 and getattr(each, "split_factor", 1) == blocks]
         if not as_forward and dim == 0 and (dims == 1 or x.shape[0] % x.mesh.size() == 0):
             as_forward = [Shard(0)]
@@ -120,19 +119,19 @@ def _fake(place: int, mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs
 
 
 def _register_fakes() -> None:
-    """Ops that read, beside tensors on a GPU, numbers on the CPU by which the host decides: FakeTensor is told the operand beside which results
-    lie. By itself it asks that all operands lie on one device."""
+    """Registers, for ops that read tensors on a GPU and numbers on the CPU, the operand on whose device the results lie. FakeTensor itself requires all
+    operands on one device."""
     for op, like in ((torch.ops.tandem.take_scale_.default, "scale"), (torch.ops.tandem.weight_codes.default, "gradient")):
         place = [argument.name for argument in op._schema.arguments].index(like)
         register_op_impl(op)(partial(_fake, place))
 
 
 def register_decompositions() -> None:
-    """Puts the table where torch's exporter to ONNX and DTensor look, and tells Inductor to call the ops all the same, and DTensor and FakeTensor
-    rules of its own."""
+    """Registers the table with torch's exporter to ONNX and with DTensor. It also registers the ops themselves with Inductor, and rules for devices and
+    shardings with FakeTensor and DTensor."""
     _register_fakes()
     for op, function in _table().items():
         decomposition_table[op] = function
-        meta_table[op] = op  # fake tensors with symbolic sizes would else run the decomposition to learn shapes that the op itself tells
+        meta_table[op] = op  # fake tensors with symbolic sizes would else run the decomposition for shapes, which the op itself computes
     when_imported("torch._inductor.lowering", _register_fallbacks)
     when_imported("torch.distributed.tensor", _register_shardings)

@@ -1,4 +1,4 @@
-"""What is to be told to a module that takes long to import, and that the library does not import for it."""
+"""Functions that run when somebody else imports a module, for modules that take too long for this library to import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as others do, and calls a function with it once its code has run."""
+    """Finds one module by the other finders, and calls a function with the module after its code has run."""
 
     def __init__(self, name: str, tell: Callable[[Any], None]) -> None:
         self.name, self.tell = name, tell
@@ -33,7 +33,7 @@ class _Finder(MetaPathFinder):
 
 
 def when_imported(name: str, tell: Callable[[Any], None]) -> None:
-    """Calls a function with a module: now where it is imported, or when somebody imports it."""
+    """Calls `tell(module)`: now if the module is imported, else when somebody imports it."""
     if module := sys.modules.get(name):
         tell(module)
     else:

@@ -1,1 +1,1 @@
-"""What is in force inside a `with` block, or a call: recipes, memory budgets, and the recomputation of activations under them."""
+"""Contexts that are in force in a `with` block or a call: recipes, memory budgets, and activation checkpointing under them."""

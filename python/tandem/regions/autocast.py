@@ -1,4 +1,4 @@
-"""The region in which a recipe is in force, under its older name too, and whether this machine knows the formats of recipes."""
+"""`autocast`, the region in which a recipe is in force, its older name, and queries for the formats of recipes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULT_RECIPE = Float8CurrentScaling()
 
 
 def _group_of(recipe: DelayedScaling, group: torch.distributed.ProcessGroup | None) -> str:
-    """The name of the processes that share their amaxes; empty where there are no others."""
+    """The name of the process group whose ranks share amaxes; empty if the recipe does not reduce amaxes, or the group has one rank."""
     distributed = torch.distributed
     if not recipe.reduce_amax or not distributed.is_available() or not distributed.is_initialized():
         return ""
@@ -27,13 +27,12 @@ def _group_of(recipe: DelayedScaling, group: torch.distributed.ProcessGroup | No
 
 
 class autocast(contextlib.ContextDecorator):
-    """Runs the products of pipelines in low precision inside a `with` block, as `recipe` says.
+    """A region, entered by `with`, in which pipelines quantize the operands of products by a recipe.
 
     A weight is quantized once until it changes; on an accelerator, where its bytes are not compared, once in each outermost region.
-    `enabled=False` switches quantization off inside. What is in force belongs to the thread, and to the async context: a task does not
-    see the regions of others. One object may be entered again, also by several threads. Regions are left in reverse order; leaving
-    another than the innermost raises RuntimeError, and the others stay in force until they are left. `as` gives the object, which knows its
-    `enabled`, `calibrating`, `recipe` and `amax_reduction_group`.
+    `enabled=False` switches quantization off inside. A region belongs to its thread and async context: other threads and tasks do not see it. One object
+    may be entered several times, also by several threads at once. The innermost region must be left first: another order raises RuntimeError, and the
+    regions stay in force until they are left. `with ... as region` binds the object.
 
     >>> import torch, tandem
     >>> linear = tandem.ops.Linear(16, 16)
@@ -48,13 +47,13 @@ class autocast(contextlib.ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        """Makes a region; `with` enters it.
+        """Creates a region, which `with` enters.
 
         Args:
-            enabled: whether products inside are quantized.
-            calibrating: with `enabled=False`: whether a recipe that keeps amaxes keeps those of products, which are not quantized.
+            enabled: whether operands of products inside are quantized.
+            calibrating: with `enabled=False`: whether `DelayedScaling` records amaxes of operands, which are not quantized.
             recipe: formats and scaling; None: `Float8CurrentScaling()`.
-            amax_reduction_group: of a recipe that keeps amaxes: the processes that share them; None: all processes.
+            amax_reduction_group: process group whose ranks share amaxes under `DelayedScaling`; None: all processes.
         """
         cure = "Pass a recipe as recipe=."
         enabled, calibrating = flag("autocast", "enabled", enabled, cure), flag("autocast", "calibrating", calibrating, cure)
@@ -71,30 +70,30 @@ class autocast(contextlib.ContextDecorator):
 
     @property
     def enabled(self) -> bool:
-        """Whether products inside are quantized."""
+        """Whether operands of products inside are quantized."""
         return self._enabled
 
     @property
     def calibrating(self) -> bool:
-        """Whether amaxes are kept of products that are not."""
+        """Whether amaxes of operands are recorded while they are not quantized."""
         return self._calibrating
 
     @property
     def recipe(self) -> Recipe:
-        """Formats and scaling."""
+        """The recipe of the region."""
         return self._recipe
 
     @property
     def amax_reduction_group(self) -> torch.distributed.ProcessGroup | None:
-        """The processes that share amaxes; None: all."""
+        """The process group whose ranks share amaxes; None: all processes."""
         return self._group
 
     def __enter__(self) -> Self:
-        # Not is_compiling(): that is also True while another thread compiles.
+        # is_compiling() would also be True while another thread compiles.
         text = self._json
         if self._keeps_amaxes and (group := _group_of(self._recipe, self._group)):  # type: ignore[arg-type]
             text = self._recipe.to_json(group, not self._enabled)  # type: ignore[call-arg]
-        if is_dynamo_compiling():  # nothing is entered when the compiled code runs: the recipe is in its descriptions
+        if is_dynamo_compiling():  # compiled code enters no region, as its descriptions contain the recipe
             self._outer_while_traced.append(_C.in_force.recipe)
             if history_length(text):
                 traced_regions.append(traced_region())
@@ -119,21 +118,21 @@ def fp8_autocast(
     fp8_group: torch.distributed.ProcessGroup | None = None,
     _graph: bool = False,
 ) -> autocast:
-    """`autocast` under its older name.
+    """The older name of `autocast`.
 
     Args:
-        enabled, calibrating: as of `autocast`.
-        fp8_recipe, fp8_group: its `recipe` and `amax_reduction_group`.
-        _graph: of no meaning.
+        enabled, calibrating: as for `autocast`.
+        fp8_recipe, fp8_group: `recipe` and `amax_reduction_group` of `autocast`.
+        _graph: not used.
     """
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether recipes of a format work on this machine: all do on every one, exactly as specified, emulated where its instructions lack them.
+    """True: every recipe works on every machine exactly as specified, and is emulated if the machine lacks instructions for its formats.
 
     Args:
-        return_reason: whether to return a pair, the answer and why it is no.
+        return_reason: whether to return the pair (True, "") of the answer and an empty reason.
     """
     return (True, "") if return_reason else True
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing under recipes."""
+"""`checkpoint`: activation checkpointing under recipes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tandem.ops.arguments import at_default, flag
 
 
 class _Recompute:
-    """Puts what was in force in forward in force where backward recomputes it: recipe, region, and the scales that the region used."""
+    """The context in which backward recomputes a function, with the recipe, region, scales and generators that were in force in forward."""
 
     def __init__(self, get_rng_state_tracker: Callable[[], Any] | None) -> None:
         self.region = _C.region_now()
         self.tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
-        self.states = None if self.tracker is None else self.tracker.get_states()  # of the generators in forward
+        self.states = None if self.tracker is None else self.tracker.get_states()  # states of the generators at the beginning of forward
         self._now: Any = None
 
     def __enter__(self) -> None:
@@ -43,17 +43,17 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """`function(*args, **kwargs)`, whose activations are computed again in backward, under the recipe and with the scales of this call.
+    """`function(*args, **kwargs)`, whose activations backward recomputes under the recipe and with the scales of this call.
 
-    As torch.utils.checkpoint.checkpoint, which does the work and takes the same further arguments (`preserve_rng_state`, `determinism_check`,
-    `debug`, ...), but backward may be called outside of the autocast region, and recipes with a state see one step, not two.
+    The function calls torch.utils.checkpoint.checkpoint, and passes on its further arguments (`preserve_rng_state`, `determinism_check`, `debug`, ...).
+    In addition backward may run outside of the autocast region, and recipes with state count one step, not two.
 
     Args:
-        function: what is called, and called again.
-        args: its arguments.
-        distribute_saved_activations: False; no other value is known yet.
-        get_rng_state_tracker: what returns an object with `get_states()` and `set_states(states)`, whose generators are set back for backward.
-        tp_group, use_reentrant: not used. It is torch's newer way that does the work, with the same numbers.
+        function: the function that forward calls and backward recomputes.
+        args: positional arguments of `function`.
+        distribute_saved_activations: False; other values raise NotImplementedError.
+        get_rng_state_tracker: function that returns an object with `get_states()` and `set_states(states)`, whose generators are reset for backward.
+        tp_group, use_reentrant: not used. Torch's non-reentrant checkpoint always runs.
         kwargs: keyword arguments of torch's function, or of `function`.
 
     >>> import torch, tandem
@@ -64,7 +64,7 @@ def checkpoint(
     """
     at_default("checkpoint", False, distribute_saved_activations=distribute_saved_activations)
     flag("checkpoint", "use_reentrant", use_reentrant)
-    if is_dynamo_compiling():  # the recipe is in what is traced, and scales are values of the graph
+    if is_dynamo_compiling():  # the traced graph contains the recipe, and scales are values in it
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _Recompute(get_rng_state_tracker)), **kwargs

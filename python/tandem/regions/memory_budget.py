@@ -1,4 +1,4 @@
-"""How much of what forward computes is kept for backward."""
+"""`memory_budget`: a limit on the bytes that forward keeps for backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem import _C
 
 
 def budget_text(bytes_per_row: float | None) -> str:
-    """A budget as descriptions and guards know it; empty where there is none. Raises TypeError and ValueError."""
+    """A budget as text for descriptions and guards; empty for None. TypeError for what is no number, ValueError for a negative or infinite one."""
     if bytes_per_row is None:
         return ""
     if isinstance(bytes_per_row, bool) or not hasattr(bytes_per_row, "__float__"):
@@ -24,12 +24,11 @@ def budget_text(bytes_per_row: float | None) -> str:
 
 
 class memory_budget(contextlib.ContextDecorator):
-    """Lets pipelines inside a `with` block keep at most so many bytes for backward per row of their main input.
+    """kept bytes <= bytes_per_row * rows: a limit on what pipelines in a `with` block keep for backward, with rows = `x.numel() / x.shape[-1]`.
 
-    A row is the last dimension of the main input: `bytes_per_row` is what a node keeps, inputs and parameters aside, divided by
-    `x.numel() / x.shape[-1]`. What does not fit is written again by steps of backward that could do so anyway, or computed again by steps of
-    forward, the cheapest choice that fits: `explain` shows it. Results and gradients are the same bits with any budget. A `Sequential` with a
-    budget of its own keeps to that one. What is in force belongs to the thread, and to the async context, as for `autocast`.
+    The limit counts bytes of kept values for each node, without inputs and parameters; x is the main operand. Values that do not fit are re-emitted
+    by backward steps or recomputed by forward steps, by the cheapest choice that fits; `explain` shows it. A budget changes no bit of results and
+    gradients. The budget of a `Sequential` overrides the block's. A block belongs to its thread and async context, as for `autocast`.
 
     >>> import torch, tandem
     >>> mlp = tandem.ops.Sequential(tandem.ops.Linear(16, 64), tandem.ops.GELU(), tandem.ops.Linear(64, 16))
@@ -40,18 +39,18 @@ class memory_budget(contextlib.ContextDecorator):
     """
 
     def __init__(self, bytes_per_row: float | None) -> None:
-        """Makes a region; `with` enters it.
+        """Creates a context, which `with` enters.
 
         Args:
-            bytes_per_row: the budget; None: no limit inside, whatever is outside. A call whose pipeline cannot do with so little raises
-                ValueError, which says how much it needs.
+            bytes_per_row: the budget, a finite number from 0; None: no limit inside, also within an outer block. A call of a pipeline that needs more
+                raises ValueError with the number that it needs.
         """
         self._text = budget_text(bytes_per_row)
         self._bytes_per_row = None if bytes_per_row is None else float(bytes_per_row)
         self._outer_while_traced: list[str] = []
 
     def __enter__(self) -> None:
-        if is_dynamo_compiling():  # nothing is entered when the compiled code runs: the budget is in its descriptions
+        if is_dynamo_compiling():  # compiled code enters no context, as its descriptions contain the budget
             self._outer_while_traced.append(_C.in_force.memory_budget)
             _C.in_force.memory_budget = self._text
         else:

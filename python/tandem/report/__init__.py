@@ -1,1 +1,1 @@
-"""Reports: plans as text and pictures, fused compared with unfused, and what quantizing does to each tensor."""
+"""Reports: plans as text and pictures, comparisons of fused with unfused, and the effects of quantizing on each tensor."""

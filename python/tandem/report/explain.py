@@ -1,4 +1,4 @@
-"""`tandem.explain` and `tandem.verify`."""
+"""`tandem.explain` and `tandem.verify`, for containers, ops, modules and compiled models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tandem.ops.reporting import Verification, explained, verified
 
 
 def explain(module: torch.nn.Module, format: str = "text", profile: Any = None) -> str:
-    """What was planned for a container, an op, a module or a whole model, and why; see `tandem.ops.Sequential.explain`. Of what is no container all
-    pipelines are told that its calls have made, under the names of the modules that they are of. Of a model that the backend of `torch.compile` runs, lines
-    of its source beside the pipelines that they became, and what was left, with the reason.
+    """A report of the plans for a container, an op, a module or a model, with the reasons for fusions and refusals.
+
+    For a container see `tandem.ops.Sequential.explain`. For any other module the report contains all pipelines that its calls have planned, under the
+    names of their modules. For a model that the backend of `torch.compile` runs it shows lines of source beside their pipelines, and what was left.
 
     Args:
-        module: what it is, after a call.
+        module: the container, op, module or model, which has been called.
         format: "text", "svg", "html", "dot" or "json".
-        profile: a torch.profiler.profile of calls, or microseconds by name of a step.
+        profile: a torch.profiler.profile of calls, or a dict of microseconds by name of a step; None: no times.
     """
     _check("explain", module)
     if isinstance(module, Sequential):
@@ -29,14 +30,13 @@ def explain(module: torch.nn.Module, format: str = "text", profile: Any = None) 
 
 
 def verify(module: torch.nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:
-    """Compares fused with unfused; see `tandem.ops.Sequential.verify`. Of `MultiheadAttention` and `TransformerLayer` the pipelines before and behind
-    the attention.
+    """Compares results and gradients of fused and unfused pipelines; see `tandem.ops.Sequential.verify`. Attention between pipelines is not compared.
 
     Args:
-        module: the container, op or module of this library.
-        x: its input.
-        extra_inputs: its extra inputs.
-        masks: random subsets of the gradients that are compared, besides all of them.
+        module: a container, op or module of this library.
+        x: the main input of the module.
+        extra_inputs: the extra inputs of the module.
+        masks: number of random subsets of the gradients that are compared, in addition to the set of all gradients.
     """
     _check("verify", module)
     return verified(module, x, extra_inputs, masks)

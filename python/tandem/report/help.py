@@ -1,4 +1,4 @@
-"""What `help` tells of classes of the library."""
+"""A shorter `help` for classes of this library."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def _leave_out_members_of_torch(pydoc: Any) -> None:
 
 
 def shorten_help() -> None:
-    """Lets `help` of a class of the library show what the library says of it, and name the classes of torch that it inherits from.
+    """Has `help` of a class of this library leave out members that are inherited from torch. It still names torch's base classes.
 
-    pydoc, by which `help` works, lists each inherited member with its text: those of torch.nn.Module take a thousand lines, and torch.Tensor's five
-    thousand, in which the library's few are not found. Neither a class nor a module can say what pydoc shall leave out, and one that left members out of
-    its `dir()` would take them from completion too. So the function by which pydoc finds members is wrapped; of any other class, one that a user derives
-    included, it finds the same as before.
+    `help` uses pydoc, which prints the docstring of each inherited member: a thousand lines for torch.nn.Module and five thousand for torch.Tensor, in
+    which the few members of this library are hard to find. Neither a class nor a module can tell pydoc what to leave out, and a shorter `dir()` would
+    remove the members from completion too. So this function wraps the function by which pydoc finds members. For other classes, also those that a user
+    derives from a class of this library, pydoc finds the same members as before.
     """
     when_imported("pydoc", _leave_out_members_of_torch)

@@ -1,4 +1,4 @@
-"""What low precision does to each tensor, step by step: the first question when a training in FP8 goes wrong."""
+"""`inspect`: measurements of what quantizing does to each tensor in each step, for a training in low precision that goes wrong."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tandem.ops.inspected import close_for, open_for, watchers
 
 
 class Watched(NamedTuple):
-    """One quantization. Shares are of the finite elements of the tensor; scales are what codes are multiplied by."""
+    """The measurements of one quantization. Shares are shares of the finite elements; scales are the factors of decoded codes."""
 
-    step: int  # counted from 0: an outermost autocast region is one
-    name: str  # of the module that multiplies by the tensor; of a GroupedLinear with the group: "experts, group 3"
+    step: int  # from 0; each outermost autocast region is a step
+    name: str  # path of the module whose product reads the tensor; for a GroupedLinear with the group: "experts, group 3"
     role: str  # "input", "weight" or "grad_output"
     quantizer: str
     amax: float
     least_scale: float
     largest_scale: float
-    underflow: float  # not 0, but its code is, or the scale of its block
-    saturation: float  # beyond what is rounded to the largest number that a code can mean, the scale not being 0
+    underflow: float  # share of elements that are not 0 but whose code, or the scale of whose block, is 0
+    saturation: float  # share of elements beyond the range that rounds to the largest number of the format, in blocks whose scale is not 0
     signal_to_noise: float  # 10 log10(sum x^2 / sum (x - y)^2), dB
-    not_finite: int  # NaN and infinities
+    not_finite: int  # number of NaNs and infinities
 
 
 class Inspection:
-    """Measures what quantizing does to each tensor, while the block is open: amax, scales, the shares that underflow and saturate, and how
-    far the signal is above the noise. Eager calls are measured, each quantization by itself, which makes them slower; compiled code is not.
-    A `GroupedLinear` has a row for each group that has rows, under a name of its own ("experts, group 3"); while it is watched, experts are not one fusion.
-    Saturation is warned of while the block is open, and only then: nobody else counts.
+    """Measures each quantization in a `with` block: amax, scales, shares of elements that underflow and saturate, and the ratio of signal to noise.
+
+    It measures eager calls, which become slower; compiled code is not measured. A `GroupedLinear` has a row for each group with rows, under a name such
+    as "experts, group 3", and its fusion to one step of experts is off in the block. The block also warns of saturation, which nothing else does.
 
     >>> import torch, tandem
     >>> model = torch.nn.Sequential(tandem.Linear(32, 32), tandem.Linear(32, 32))
@@ -49,22 +49,22 @@ class Inspection:
     """
 
     def __init__(self, model: torch.nn.Module | None = None, *, warn: bool = True) -> None:
-        """Makes one that watches nothing yet; `with` opens it.
+        """Creates an inspection, which `with` opens.
 
         Args:
-            model: whose modules give the names; None: types of modules do.
-            warn: whether the first step in which a tensor saturates, or is not finite, is told of as a warning.
+            model: the model whose module paths name the tensors; None: types of modules name them.
+            warn: whether to warn of the first step in which a tensor saturates or has elements that are not finite.
         """
         self._model, self._warn = model, warn
-        self.pipelines: dict[int, Any] = {}  # by number, weakly
-        self._steps: dict[int, int] = {}  # by region
+        self.pipelines: dict[int, Any] = {}  # weak references by number of the pipeline
+        self._steps: dict[int, int] = {}  # number of the step by number of the region
         self._rows: list[Watched] = []
         self._warned: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Inspection:
         if self in watchers:
             raise RuntimeError("inspect: expected an inspection that is not open, got one that is. Leave it first, or make another.")
-        _collect()  # what was left over is nobody's
+        _collect()  # measurements from before the block must not count
         open_for(self)
         return self
 
@@ -74,7 +74,7 @@ class Inspection:
 
     @property
     def rows(self) -> list[Watched]:
-        """What was quantized, in order."""
+        """The measurements of all quantizations so far, in order."""
         _collect()
         return list(self._rows)
 
@@ -112,7 +112,7 @@ class Inspection:
         return path if len(products) == 1 else f"{path}, product {products.index(basic)}"
 
     def table(self) -> str:
-        """One line for each tensor: what became of it in its worst step."""
+        """A text table with one line for each tensor: amax and scale of the step with the least ratio of signal to noise, and the largest shares."""
         header = ("tensor", "format", "steps", "amax", "scale", "underflow", "saturation", "SNR, dB", "not finite")
         lines = [header]
         for (name, role), rows in self._by_tensor().items():
@@ -135,7 +135,7 @@ class Inspection:
         return tensors
 
     def svg(self) -> str:
-        """A picture: for each tensor how many dB the signal is above the noise, step by step; red where numbers saturate."""
+        """A picture as SVG: the ratio of signal to noise in dB of each tensor, step by step, with red dots for steps in which it saturates."""
         tensors = self._by_tensor()
         steps = 1 + max((row.step for row in self._rows), default=0)
         left, right, line, top = 330, 300, 30, 34
@@ -169,10 +169,10 @@ class Inspection:
 
 
 def _collect() -> None:
-    """Hands what was measured to those who watch."""
+    """Hands new measurements to all open inspections."""
     found = _C.take_watched()
     for inspection in watchers:
         inspection._take(found)
 
 
-inspect = Inspection  # as the verb that it is in a `with` block
+inspect = Inspection  # a `with` block reads better with a verb

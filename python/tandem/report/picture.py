@@ -1,4 +1,4 @@
-"""Pictures of plans, laid out by Graphviz where it is installed."""
+"""Pictures of plans, laid out by Graphviz if it is installed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-Explain = Callable[[str, dict[str, float]], str]  # a format of the library's, microseconds by step
-_SECONDS = 60  # of Graphviz, for one picture
+Explain = Callable[[str, dict[str, float]], str]  # (format, microseconds by step) -> report
+_SECONDS = 60  # time limit of Graphviz for one picture
 
 
 def step_times(profile: Any) -> dict[str, float]:
-    """Microseconds of one run of each step: those of a mapping, or the averages of a torch.profiler.profile, of the device where it has any."""
+    """Microseconds of one run by name of a step: a mapping itself, or averages of a torch.profiler.profile, device time if it has any, else CPU time."""
     if profile is None:
         return {}
     if isinstance(profile, Mapping):
@@ -37,7 +37,7 @@ def step_times(profile: Any) -> dict[str, float]:
 
 
 def svg(explain: Explain, times: dict[str, float]) -> str:
-    """By Graphviz; where there is none, or it fails, in the library's own layout."""
+    """A picture as SVG, by Graphviz, or in the library's own layout if Graphviz is missing or fails."""
     program = shutil.which("dot")
     if program is not None:
         try:
@@ -49,7 +49,7 @@ def svg(explain: Explain, times: dict[str, float]) -> str:
 
 
 def told(explain: Explain, format: str, times: dict[str, float]) -> str:
-    """A report of a pipeline."""
+    """A report of a pipeline in a format of `tandem.explain`."""
     if format == "svg":
         return svg(explain, times)
     if format == "html":

@@ -1,1 +1,1 @@
-"""State dicts besides those that modules give by themselves: the state of recipes, and the keys of TransformerEngine."""
+"""State dicts that modules do not have themselves: the state of recipes, and states under TransformerEngine's keys."""

@@ -1,6 +1,7 @@
-"""The state of recipes of compiled models: scales and histories of amaxes of their products.
+"""The state of recipes for compiled models: scales and histories of amaxes of their products.
 
-It lies beside the tensors that a product reads, not in a graph: graphs of other shapes and of evaluation go on with it, and it ends with the model.
+The state is attached to the tensors that a product reads, not to a graph: all graphs of a model, of any shapes and of evaluation, share it, and it
+is freed with the model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PARTS = tuple((direction, name) for direction in ("forward", "backward") for na
 
 
 class Site(NamedTuple):
-    """A product: the tensors of the model that its weight is or is computed of, and which of the products of its graph that read these it is."""
+    """The identity of a product: the tensors of the model from which its weight is computed, and its number among the products that read them, from 1."""
 
     tensors: tuple[WeakIdRef, ...]
     use: int
@@ -31,19 +32,19 @@ class Site(NamedTuple):
         return cls(tuple(map(WeakIdRef, tensors)), use)
 
     def told(self, names: Mapping[int, str]) -> str | None:
-        """Its name, by those of the model's tensors; None where it is another model's."""
+        """The name of the product, from the names of its tensors by identity; None if a tensor belongs to another model."""
         found = [names.get(id(tensor())) for tensor in self.tensors]
         return None if None in found else "+".join(map(str, found)) + (f"#{self.use}" if self.use > 1 else "")
 
 
 class Beside:
-    """What lies beside a tensor: that of the products whose first it is."""
+    """What is attached to a tensor: the states of the products of which it is the first tensor."""
 
     def __init__(self) -> None:
         self.states: dict[Site, RecipeState] = {}
-        self.used: set[Site] = set()  # products that a call has given it
-        self.stateless: dict[Site, str] = {}  # products under recipes without state, with the recipe's name
-        self.loaded_as = ""  # the tensor's name in a model for which all state has been loaded
+        self.used: set[Site] = set()  # products that have been called with their state
+        self.stateless: dict[Site, str] = {}  # name of the recipe of each product whose recipe has no state
+        self.loaded_as = ""  # name of the tensor in a model for which the state of all products was loaded
 
 
 _all: Any = WeakTensorKeyDictionary()
@@ -56,7 +57,8 @@ def _beside(tensor: torch.Tensor) -> Beside:
 
 
 def give(product: ops.Linear, tensors: Sequence[torch.Tensor], use: int, recipe: str) -> None:
-    """Gives a product of a pipeline its state, where the recipe, as JSON, has one. Without `tensors`, see `Site`, it alone has it."""
+    """Gives a product of a pipeline the state that is attached to `tensors` (see `Site`), or attaches a new one, if the recipe, as JSON, has state. Without
+    `tensors` nothing is attached: the product creates a state of its own."""
     if not tensors:
         return
     length, site = recipe_state.history_length(recipe), Site.of(tensors, use)
@@ -67,7 +69,7 @@ def give(product: ops.Linear, tensors: Sequence[torch.Tensor], use: int, recipe:
         if not length:
             beside.stateless[site] = (json.loads(recipe) or {"name": "none"})["name"]
             if held is not None and told and site not in beside.used:
-                warnings.warn(_wrong_recipe(str(told), beside.stateless[site]), stacklevel=2)  # no error: validation may come first, under another recipe
+                warnings.warn(_wrong_recipe(str(told), beside.stateless[site]), stacklevel=2)  # no error: the first call may be validation under another recipe
             return
         if held is None and told:
             raise ValueError(_missing(str(told)))
@@ -78,8 +80,9 @@ def give(product: ops.Linear, tensors: Sequence[torch.Tensor], use: int, recipe:
 
 
 def recipe_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state that recipes keep for the products of a compiled model: under `DelayedScaling` their scales and histories of amaxes. It lies beside the
-    model, in none of its buffers and not in its `state_dict()`: who saves a training run saves both.
+    """The state that recipes keep for the products of a compiled model: with `DelayedScaling` their scales and histories of amaxes.
+
+    Neither buffers nor `state_dict()` of the model contain this state: save both with a training run.
 
     >>> import torch, tandem
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
@@ -89,11 +92,12 @@ def recipe_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     {'0.weight.forward.scale': [2], '0.weight.forward.amax_history': [4, 2], '0.weight.backward.scale': [1], '0.weight.backward.amax_history': [4, 1]}
 
     Args:
-        model: the module, or what `torch.compile` has made of it. Where `fully_shard` shards it all ranks call this: parameters are gathered.
+        model: the module, or the result of `torch.compile` for it. With `fully_shard` all ranks must call this function, as it gathers parameters.
 
     Returns:
-        nothing before the first call; then copies, by the name of the parameter that the product multiplies by: "up.weight.forward.scale". Of products of one x, which are one, it is the names of all,
-        "q.weight+k.weight", and so of a weight that is computed of several. "#2" follows where a graph multiplies by a parameter again.
+        copies of the tensors by names such as "up.weight.forward.scale", with the name of the product's weight; an empty dict before the first call.
+        Products of one x that became one product, and weights that are computed from several parameters, have all names: "q.weight+k.weight". "#2"
+        marks the second product of a graph that reads the same parameters.
     """
     tensors = _tensors(model, "recipe_state_dict")
     names = _names(tensors)
@@ -103,16 +107,16 @@ def recipe_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_recipe_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-    """Loads what `recipe_state_dict` has given, before or after the first call of the compiled model. An error leaves all as it was.
+    """Loads a result of `recipe_state_dict`, before or after the first call of the compiled model. An error changes nothing.
 
     Args:
         model: as for `recipe_state_dict`.
-        state: what was saved. Of a history that is longer than the recipe's the newest rows count.
-        strict: whether the state of each product must be there, and each product for which there is one must run under a recipe that keeps it. Of products that
-            were not called yet their first call tells, of another recipe by a warning. False: the state of others is left as it is.
+        state: a result of `recipe_state_dict`. If a history is longer than the recipe's, the newest rows count.
+        strict: whether `state` must contain every product, and every product in it must run under a recipe that keeps state. For a product that was
+            not called yet its first call checks this, and warns of a recipe without state. False: products that `state` lacks keep their state.
 
     Throws:
-        ValueError: unknown and missing keys, other shapes, a recipe without state; an empty dict, but where a call has shown that the recipe keeps none.
+        ValueError: unknown or missing keys, other shapes, a recipe without state; an empty dict, unless a call has shown that the recipe keeps no state.
     """
     tensors = _tensors(model, "load_recipe_state_dict")
     if strict and not state and not any(_beside(tensor).stateless for tensor in _once(tensors)):
@@ -184,7 +188,7 @@ def _check(told: str, parts: Mapping[tuple[str, str], Any]) -> None:
 
 
 def _tensors(model: torch.nn.Module, of: str) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a model as products read them, by all their names."""
+    """The parameters and buffers that products of a model read, under each of their names. For `fully_shard` these are the gathered parameters."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"{of}: expected a module, got {type(model).__name__}. Pass the model, or what torch.compile has made of it.")
     found = dict(_named(model))
@@ -207,7 +211,7 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """The first name of each."""
+    """The first name of each tensor, by identity."""
     return {id(tensor): name for name, tensor in reversed(tensors.items())}
 
 

@@ -1,4 +1,4 @@
-"""`tandem.make_recipe_state`."""
+"""`tandem.make_recipe_state`, which creates the buffers of a recipe before the first call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Root = TypeVar("Root", bound=torch.nn.Module)
 
 
 def make_recipe_state(module: Root, recipe: Recipe) -> Root:
-    """Makes the buffers that modules keep for a recipe, `recipe_state.forward.scale` and so on, which the first call under it would make.
+    """Creates the buffers that modules keep for a recipe, such as `recipe_state.forward.scale`, before the first call would. Returns the module.
 
-    What looks at buffers before that call then sees them: `torch.optim.swa_utils.AveragedModel`, `torch.distributed.checkpoint.load` into a fresh
-    model, `from_pretrained`. State that is there stays, with as many rows of its history as the recipe says. Recipes without a state make none. Of modules of
-    torch that `torch.compile(model, backend="tandem")` runs, a call in training makes it.
+    Functions that read buffers before that call then find them: `torch.optim.swa_utils.AveragedModel`, `torch.distributed.checkpoint.load` into a new
+    model, `from_pretrained`. Existing state is kept, and its history gets the recipe's number of rows. A recipe without state creates nothing. For
+    modules of torch that `torch.compile(model, backend="tandem")` runs, the first call in training creates the state.
 
     >>> import tandem
     >>> linear = tandem.make_recipe_state(tandem.Linear(16, 16), tandem.recipe.DelayedScaling(amax_history_len=4))
@@ -28,11 +28,8 @@ def make_recipe_state(module: Root, recipe: Recipe) -> Root:
     torch.Size([4, 2])
 
     Args:
-        module: whose ops get them, and those of the modules inside it.
-        recipe: under which it will be called.
-
-    Returns:
-        the module.
+        module: a module; its ops and those of all modules inside it get the buffers. A module with parameters but no ops gives a warning.
+        recipe: the recipe under which the module will be called.
     """
     check_recipe("make_recipe_state", recipe, or_none="")
     length = recipe_state.history_length(recipe.to_json())

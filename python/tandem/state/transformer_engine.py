@@ -13,16 +13,15 @@ from tandem.recipe_state import NAME
 
 
 def transformer_engine_state_dict(module: torch.nn.Module, *, extra_state: bool = True) -> dict[str, Any]:
-    """The state of a module, whose ops may be anywhere in it, under the keys that TransformerEngine gives it: what TransformerEngine loads, and
-    `load_state_dict` here as well.
+    """The state dict of a module under the keys of TransformerEngine. TransformerEngine loads it, and so does `load_state_dict` of the module.
 
-    The tensors are those of the module, so what torch.distributed.checkpoint.load reads into them is in the module; of quantized parameters
-    they are numbers. Scales of delayed scaling are left out: TransformerEngine keeps them in pickles.
+    The tensors are the module's own, so torch.distributed.checkpoint.load into them loads into the module; quantized parameters are dequantized
+    copies. Scales of delayed scaling are left out, as TransformerEngine keeps them in pickles.
 
     Args:
-        module: what contains ops, or an op.
-        extra_state: whether there are the `_extra_state` entries without content that TransformerEngine asks for. Without them the keys are those
-            of tensors, as torch.distributed.checkpoint needs them to read a checkpoint in which they have content.
+        module: an op, or a module that contains ops at any depth.
+        extra_state: whether to add the empty `_extra_state` entries that TransformerEngine requires. Without them all entries are tensors with
+            content, as torch.distributed.checkpoint needs them for checkpoints in which the extra state has content.
 
     >>> import tandem
     >>> [*tandem.transformer_engine_state_dict(tandem.ops.Sequential(tandem.ops.Linear(4, 2)), extra_state=False)]
