@@ -1,7 +1,7 @@
-"""A backend of `torch.compile` that finds in any model what pipelines compute, and runs it so: `torch.compile(model, backend="tandem")`.
+"""A backend of `torch.compile` that replaces parts of a model's graph by pipelines: `torch.compile(model, backend="tandem")`.
 
-Dynamo hands over a graph of torch functions, before autograd. Four passes: `normalise` says each node in one small vocabulary, `match` finds the rows of a
-table (`rows`) in it, `regions` chains them, `place` puts a pipeline in the place of each chain. The model is not changed: its parameters are operands.
+Dynamo passes a graph of torch functions, before autograd. Four passes follow: `normalise` translates nodes into one small vocabulary, `match` finds rows of
+a table (`rows`) in the graph, `regions` chains them, and `place` replaces each chain by a pipeline. The model is unchanged: its parameters are operands.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tandem.backend.rest import runner
 
 
 def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Callable[..., Any]:
-    """What `torch.compile(model, backend="tandem", options={...})` calls with each graph.
+    """The function that runs a graph with pipelines in it. `torch.compile(model, backend="tandem", options={...})` calls `backend` with each graph.
 
     Args:
-        graph: of torch functions, as Dynamo has recorded it.
-        inputs: examples of its operands.
-        options: those of `tandem.compile`.
-        mode: None or "default"; what to choose is said in `options`.
+        graph: a graph of torch functions, as Dynamo has recorded it.
+        inputs: example operands of the graph.
+        options: options of `tandem.compile`.
+        mode: None or "default"; other values raise ValueError, as `options` configure pipelines.
     """
     if mode not in (None, "default"):
         raise ValueError(f"compile: expected no mode, or \"default\", as pipelines have options instead, got {mode!r}. Pass options.")

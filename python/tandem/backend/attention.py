@@ -1,4 +1,4 @@
-"""Rows of attention: from queries, keys and values, side by side or as products of one x, to what their heads attend to, side by side again."""
+"""Rows of attention. Queries, keys and values are columns of one tensor or products of one x; the heads of the result lie side by side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = ("query", "key", "value")
 
 
 def _turned(heads: Pattern) -> Pattern:
-    """heads * cosines + [-second half, first half] * sines, of all features of a head or of the first ones."""
+    """heads * cosines + [-second half, first half] * sines, over all features of a head or the first ones: rotary embedding."""
 
     def of(own: Pattern) -> Pattern:
         partner = Call("cat", Call("neg", Columns("second", own)), Columns("first", own))
@@ -25,7 +25,7 @@ def _turned(heads: Pattern) -> Pattern:
 
 
 def _normed(name: str, heads: Pattern) -> Pattern:
-    """Each head over its root mean square, times a weight or 1 + weight."""
+    """Each head divided by its root mean square, times a weight or 1 + weight."""
     weight, unit = Wide(Var(f"{name}_norm", 1)), of_unit_size(heads)
     return Either(
         Rounded(Rounded(unit, name=f"{name}_rounded") * weight),
@@ -40,11 +40,11 @@ def _heads(name: str, rows: Pattern) -> Pattern:
 
 
 def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
-    """What heads of these rows attend to, as rows. Queries may be scaled before they are heads."""
+    """The result of attention between the heads of these rows, as rows. Queries may be scaled before they are split into heads."""
     query = Either(query * Number("factor"), query)
     query, key, value = _heads("query", query), _heads("key", key), Call("swap", Call("heads", value))
     query, key = (Either(Named(f"turned_{name}", _turned(each)), each) for name, each in (("query", query), ("key", key)))
-    kept = (Named("keys", key), Named("values", value))  # which a cache may keep, where it was empty
+    kept = (Named("keys", key), Named("values", value))  # a cache that was empty may keep these nodes
     kept = (Either(Call("laid", each), each) for each in kept)
     shared = (Either(Call("repeated", each), each) for each in kept)
     attended = Call("swap", Call("attention", query, *shared, Var("mask", optional=True), dropout_p=0.0))
@@ -52,7 +52,7 @@ def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
 
 
 def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
-    """Rotary embedding, where there is one, and attention, of rows with so many columns of queries, keys and values."""
+    """The ops for norms of heads, rotary embedding and attention; `columns` are the numbers of columns of queries, keys and values. Or the refusal."""
     head_dim, scale, factor = fixed(bound["head_dim"]), bound["scale"], bound.get("factor", 1.0)
     if head_dim is None or any(not isinstance(each, int) or each % head_dim for each in columns):
         return "the sizes of its heads are not fixed"

@@ -1,4 +1,4 @@
-"""Where in a graph torch.autocast is in force, by which alone torch multiplies operands of different dtypes."""
+"""Marks the nodes of a graph that run under torch.autocast. Only under it does torch multiply operands of different dtypes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tandem.backend.recompute import is_recomputed
 
 
 def note_autocast(graph: GraphModule, is_on: bool) -> None:
-    """Notes at each node, of parts that are computed again too, whether autocast of the CPU is on there: `meta["is_autocast"]`.
+    """Sets `meta["is_autocast"]` of each node, also in checkpointed parts: whether CPU autocast is on there.
 
     Args:
-        graph: as Dynamo gives it.
-        is_on: whether it is on where the graph begins; compiled code is guarded by that.
+        graph: a graph from Dynamo.
+        is_on: whether CPU autocast is on at the beginning of the graph. Dynamo guards compiled code by it.
     """
     before: dict[Node, bool] = {}
     for node in graph.graph.nodes:

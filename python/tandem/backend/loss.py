@@ -1,4 +1,4 @@
-"""Makes the logits that a graph computes a cross entropy of a matter of their product and the loss alone, so that nobody needs memory for them."""
+"""Removes other uses of logits whose cross entropy a graph computes, so that product and loss can become one op that stores no logits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tandem.backend.normalise import Term, Terms, value_of
 
 
 def prepare_losses(graph: GraphModule, kept: Collection[Node]) -> Terms:
-    """The terms of the graph, whose logits are cut before their product rather than behind it.
+    """The terms of the graph, after row slices of logits have moved from the product's result to its x.
 
     Args:
-        graph: as Dynamo gives it.
-        kept: results that stay; of others, those become None that are logits whose cross entropy the graph computes.
+        graph: a graph from Dynamo, which is changed.
+        kept: results of the graph that stay. Any other result becomes None if it is logits whose cross entropy the graph computes.
     """
     terms = Terms(graph)
     losses = [term for node in graph.graph.nodes if (term := terms.of(node)) is not None and term.kind == "cross_entropy"]
@@ -30,12 +30,12 @@ def prepare_losses(graph: GraphModule, kept: Collection[Node]) -> Terms:
 
 
 def kept_results(graph: GraphModule, caller: Node | None, returns_logits: bool) -> Collection[Node]:
-    """The results of a graph that stay, logits or not.
+    """The results of a graph that must stay, even if they are logits.
 
     Args:
-        graph: as Dynamo gives it.
-        caller: the node that stands for the graph, where it is a part of another.
-        returns_logits: what the option says.
+        graph: a graph from Dynamo.
+        caller: the node that calls the graph, if it is a checkpointed part of another one; else None.
+        returns_logits: the option `logits`.
     """
     (output,) = [node for node in graph.graph.nodes if node.op == "output"]
     results = output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args
@@ -45,12 +45,12 @@ def kept_results(graph: GraphModule, caller: Node | None, returns_logits: bool) 
         if not all(user.target is operator.getitem for user in caller.users):
             return results
         return [results[item.args[1]] for item in caller.users if item.users]
-    reason = getattr(graph, "compile_subgraph_reason", None)  # of Dynamo
-    return results if reason is not None and reason.graph_break else ()  # what follows may read any
+    reason = getattr(graph, "compile_subgraph_reason", None)  # Dynamo sets this attribute
+    return results if reason is not None and reason.graph_break else ()  # code after a graph break may read any result
 
 
 def _source(node: Any, terms: Terms) -> Node | None:
-    """The product that a node is a cast, a soft cap, a cut or a view of rows of."""
+    """The product whose result a node is after casts, a soft cap, row slices and views; None if there is no such product."""
     while isinstance(node, Node):
         node = terms.same(node)
         term = terms.of(node)
@@ -66,7 +66,7 @@ def _source(node: Any, terms: Terms) -> Node | None:
 
 
 def _uncapped(term: Term, terms: Terms) -> Node | None:
-    """The logits of which a product is cap tanh(logits / cap)."""
+    """The logits in cap tanh(logits / cap), for the outer product of that formula; None for another term."""
     for kind in ("tanh", "mul"):
         inner = next((each for each in map(terms.of, term.inputs) if each is not None and each.kind == kind), None)
         if inner is None:
@@ -76,7 +76,7 @@ def _uncapped(term: Term, terms: Terms) -> Node | None:
 
 
 def _cuts_rows(node: Node) -> bool:
-    """Whether a node is some rows of a tensor: slices of its dimensions but the last."""
+    """Whether a node is a row slice of a tensor: slices of any dimensions but the last."""
     if node.op != "call_function" or node.target is not operator.getitem or not isinstance(value_of(node.args[0]), Tensor):
         return False
     cut = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -90,7 +90,7 @@ def _cuts_rows(node: Node) -> bool:
 
 
 def _cut_before(head: Node, terms: Terms) -> bool:
-    """Cuts rows of x where those of its product are cut, and nobody reads the others."""
+    """Slices the rows of x instead of the rows of its product, if nothing reads the other rows. Returns whether it did."""
     term = terms.of(head)
     if term is None or term.covers or head.op != "call_function" or len(head.users) != 1:
         return False
@@ -105,7 +105,7 @@ def _cut_before(head: Node, terms: Terms) -> bool:
     graph, (x,) = head.graph, given
     with enable_grad():
         of_rows, of_head = value_of(x)[at], value_of(head)[at].clone(memory_format=contiguous_format)
-    with graph.inserting_before(cut):  # where the product goes too, as the ends may be computed behind it
+    with graph.inserting_before(cut):  # the product moves there too, as the bounds of the slice may be computed after it
         rows = graph.call_function(operator.getitem, (x, cut.args[1]))
     rows.meta = {**x.meta, "example_value": of_rows}
     cut.prepend(head)

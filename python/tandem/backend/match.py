@@ -1,4 +1,4 @@
-"""Finds rows of the table in a graph."""
+"""Finds the rows of the table in a graph, and joins products of one x."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from tandem.backend.patterns import Bound
 from tandem.backend.rows import ROWS, Op, Row, product
 from tandem.recipe import Recipe
 
-TABLE = (*ATTENTION, *ROWS)  # the first row that a node ends is taken
-_ROOT = re.compile(r"^L\[[^]]*\](\[\d+\])*\.?")  # how Dynamo calls the model: L['self'], L['args'][0]
-_ITEM = re.compile(r"\.?_modules\['?([^'\]]+)'?\]|\['?([^'\]]+)'?\]")  # how it calls a module of a list or a dict
+TABLE = (*ATTENTION, *ROWS)  # the first row that matches at a node counts
+_ROOT = re.compile(r"^L\[[^]]*\](\[\d+\])*\.?")  # Dynamo's name of the model: L['self'], L['args'][0]
+_ITEM = re.compile(r"\.?_modules\['?([^'\]]+)'?\]|\['?([^'\]]+)'?\]")  # Dynamo's name of a module in a list or dict
 
 
 class Found(NamedTuple):
-    """What some nodes of a graph may become."""
+    """A match of a row: nodes of a graph, and the ops that may replace them."""
 
     row: str
     x: Node
-    outs: tuple[Node, ...]  # of a joined product one for each part
+    outs: tuple[Node, ...]  # the results; a joined product has one for each part
     ops: tuple[Op, ...]
-    nodes: frozenset[Node]  # that it stands for, with `outs`
-    is_written: bool = False  # whether others write to its result, which then is the last one of a pipeline
-    module: str = ""  # of its products, else of its result
-    kept: tuple[Node, ...] = ()  # keys and values of attention, where others read them
+    nodes: frozenset[Node]  # the nodes that the ops replace, `outs` among them
+    is_written: bool = False  # whether other nodes write to the result, which must then be the last one of its pipeline
+    module: str = ""  # path of the module of the first product, else of the result
+    kept: tuple[Node, ...] = ()  # keys and values of attention that other nodes read
 
     def reads(self) -> Iterator[Node]:
-        """All nodes that it needs, `x` first."""
+        """All nodes that the ops read, `x` first."""
         yield self.x
         for op in self.ops:
             yield from op.extras
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What looked like a row and was left as it is."""
+    """A match that stays in the graph, and the reason."""
 
     row: str
     node: Node
@@ -52,12 +52,12 @@ class Left(NamedTuple):
 
 
 def find(graph: GraphModule, terms: Terms, options: Options) -> tuple[dict[Node, list[Found]], list[Left]]:
-    """For each node that ends a row, what it may become: of a sum both ways to read it, of others one. No node belongs to two rows.
+    """The matches by their last nodes, and the matches that stay in the graph. A sum has two, one for each operand as x. No node belongs to two rows.
 
     Args:
-        graph: as Dynamo gives it.
-        terms: its terms.
-        options: by them what comes from some modules stays as it is, and products under one recipe may become one.
+        graph: a graph from Dynamo.
+        terms: the terms of the graph.
+        options: options of the backend: they exclude modules, and products of one x are joined if they have one recipe.
     """
     found: dict[Node, list[Found]] = {}
     left: list[Left] = []
@@ -107,7 +107,7 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], options: Options
 
 
 def _refused(node: Node, nodes: frozenset[Node], bound: Bound, terms: Terms) -> str | None:
-    """Why nothing is made of nodes, whichever row they are."""
+    """A reason to leave matched nodes in the graph that holds for every row, or None."""
     value = value_of(bound["x"])
     operands = [each for name, each in bound.items() if isinstance(each, Node) and name != "x"]
     if isinstance(value, torch.nn.Parameter):
@@ -131,7 +131,7 @@ def _refused(node: Node, nodes: frozenset[Node], bound: Bound, terms: Terms) -> 
 
 
 def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms, recipe: Recipe | None) -> str | None:
-    """Why ops that a row becomes are not what the graph computes."""
+    """A reason why the ops of a row would not compute what the graph computes, or None."""
     for op in made:
         if reason := op.refusal():
             return reason
@@ -139,13 +139,13 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms, r
     if made[0].make in (ops.Linear, ops.GroupedLinear, ops.LinearCrossEntropy):
         dtypes = {dtype, made[0].options["dtype"]}
         is_cast = node.meta["is_autocast"] and made[0].make is not ops.GroupedLinear and torch.float64 not in dtypes
-        if len(dtypes) > 1 and not is_cast:  # torch's own error comes
+        if len(dtypes) > 1 and not is_cast:  # the graph then raises torch's own error
             return f"its x is {dtype}, and its weight {made[0].options['dtype']}"
     if made[0].make is ops.LinearCrossEntropy:
         dtype = torch.float64 if made[0].options["dtype"] == torch.float64 else torch.float32
     elif made[0].make is ops.AddExtraInput:
         dtype = torch.promote_types(dtype, value_of(made[0].extras[0]).dtype)
-    if made[0].make is not ops.Linear and value_of(node).dtype != dtype:  # a product has the dtype of autocast
+    if made[0].make is not ops.Linear and value_of(node).dtype != dtype:  # a product's result has the dtype of autocast
         return f"its result is {value_of(node).dtype}, that of the op {dtype}"
     if not made[0].weights and memory_of(x) in terms.written_for_others:
         return "some other operation writes to its x, which backward may read"
@@ -157,7 +157,7 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms, r
 
 
 def module_of(node: Node) -> str:
-    """The name in the model of the module that a node comes from; empty where it is the model itself, or Dynamo does not tell."""
+    """The path in the model of the module that a node comes from; empty for the model itself, or if Dynamo has not recorded a module."""
     stack = [*(node.meta.get("nn_module_stack") or {}).values()]
     if not stack:
         return ""
@@ -166,7 +166,7 @@ def module_of(node: Node) -> str:
 
 
 def _joined(found: dict[Node, list[Found]], terms: Terms, options: Options) -> dict[Node, list[Found]]:
-    """Products of one x become one product, whose parts are the outputs."""
+    """Joins products of one x to one product with several results."""
     groups: dict[tuple[object, ...], list[Node]] = {}
     for node, (first, *_) in found.items():
         if first.row == "product" and not first.is_written and not any(weight.transposed for _, weight in first.ops[0].weights):

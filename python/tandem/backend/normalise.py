@@ -1,6 +1,6 @@
-"""The graph that Dynamo hands over, in one small vocabulary: each node as a term, whatever way of writing it the model's author chose.
+"""Translates nodes of a graph from Dynamo into terms of one small vocabulary, in which different spellings of an operation are equal.
 
-The graph itself is not changed: nodes that nothing is made of run as their author wrote them.
+The graph itself is not changed: nodes that no pipeline replaces run as the model's author wrote them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Term(NamedTuple):
 
     kind: str
     inputs: tuple[Any, ...]
-    options: dict[str, Any] = {}  # of what is no operand: a dtype, a probability
-    covers: tuple[Node, ...] = ()  # other nodes that it stands for
+    options: dict[str, Any] = {}  # arguments that are no operands, such as a dtype or a probability
+    covers: tuple[Node, ...] = ()  # other nodes that the term includes
 
 
 PRODUCTS = ("linear", "grouped")  # terms that multiply by a weight
@@ -73,7 +73,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("transpose", "a first=0 second=1", ("t", torch.t, "transpose", torch.transpose)),
 )
 _OPERANDS = {"x", "a", "b", "weight", "offs", "bias", "exponent", "target", "class_weight", "tensors", "query", "key", "value", "mask"}
-_RENAMED = {  # what torch calls a parameter, and what the vocabulary does
+_RENAMED = {  # from torch's names of parameters to those of the vocabulary
     "other": "b", "mat_a": "x", "mat_b": "weight", "mat2": "weight", "normalized_shape": "shape",
     "split_size_or_sections": "sizes", "chunks": "count", "train": "training", "attn_mask": "mask",
 }
@@ -84,22 +84,22 @@ for _kind, _parameters, _spelled in _SPELLINGS:
         _KINDS[_target] = (_kind, _named)
 
 _AUGMENTED = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"}
-_OF_STATE = ("_enter", "_exit", "_set_", "set_", "manual_seed")  # beginnings of the names of functions that change what follows
+_OF_STATE = ("_enter", "_exit", "_set_", "set_", "manual_seed")  # beginnings of the names of functions that change the effect of later nodes
 _IN_PLACE_OPERATORS = {operator.iconcat, *(getattr(operator, f"i{name}") for name in _AUGMENTED)}
 
 
 def value_of(node: Any) -> Any:
-    """The example that Dynamo has computed for a node: a tensor without numbers, or a number."""
+    """The example value that Dynamo has recorded for a node: a fake tensor or a number. Other arguments are returned themselves."""
     return node.meta.get("example_value") if isinstance(node, Node) else node
 
 
 def has_shape(value: Any, shape: tuple[Any, ...]) -> bool:
-    """Whether a tensor has these sizes, without asking for more than is known of symbols."""
+    """Whether a tensor is known to have these sizes, without a new guard on symbols."""
     return len(value.shape) == len(shape) and all(statically_known_true(a == b) for a, b in zip(value.shape, shape, strict=True))
 
 
 def fixed(size: Any) -> int | None:
-    """A size as a number, also of a symbol that can be no other; None where it can."""
+    """A size as a number; None for a symbol that may have several values."""
     known: int | None = size if isinstance(size, int) else size.node.maybe_as_int()
     return known
 
@@ -118,7 +118,7 @@ def writes(node: Node) -> bool:
 
 
 def written_by(node: Node) -> list[Node]:
-    """The operands that a node which writes may write to."""
+    """The operands that a node may write to, if it writes at all."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return node.all_input_nodes
@@ -127,7 +127,7 @@ def written_by(node: Node) -> list[Node]:
 
 
 def _is_asked_to_write(node: Node) -> bool:
-    """Whether a call has `out`, or `inplace=True` by name or by position."""
+    """Whether a node passes `out`, or `inplace=True` by name or by position."""
     if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
         return True
     at = _position_of_inplace(node.target)
@@ -138,12 +138,12 @@ def _is_asked_to_write(node: Node) -> bool:
 def _position_of_inplace(target: Any) -> int | None:
     try:
         return [*inspect.signature(target).parameters].index("inplace")
-    except (TypeError, ValueError):  # there is none, or torch does not tell
+    except (TypeError, ValueError):  # the function has no such parameter, or no signature
         return None
 
 
 def changes_state(node: Node) -> bool:
-    """Whether a node writes to a tensor that others may read, or changes what nodes behind it do: nothing is moved past it."""
+    """Whether a node writes to a tensor that other nodes may read, or changes the effect of later nodes: no node may move past it."""
     if node.op != "call_function":
         return writes(node) or node.op == "call_module"
     target: Any = node.target
@@ -153,20 +153,20 @@ def changes_state(node: Node) -> bool:
 
 
 def memory_of(node: Any) -> int | None:
-    """What tells the memory of a node's result from others; views have that of what they are views of."""
+    """A number that identifies the storage of a node's result, which views share; None if there is no storage."""
     value = value_of(node)
     try:
         return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-    except (NotImplementedError, RuntimeError):  # of a type that has none
+    except (NotImplementedError, RuntimeError):  # types without a storage raise one of these
         return None
 
 
 def computed_of(nodes: Iterable[Node], reads: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes) -> Iterator[Node]:
-    """These nodes and all that they are computed of, each once.
+    """These nodes and all nodes from which they are computed, each once.
 
     Args:
-        nodes: where the walk begins.
-        reads: what of the operands of a node counts.
+        nodes: the nodes where the walk begins.
+        reads: the operands of a node to which the walk goes on.
     """
     seen: set[Node] = set()
     ahead = [*nodes]
@@ -179,7 +179,7 @@ def computed_of(nodes: Iterable[Node], reads: Callable[[Node], Iterable[Node]] =
 
 
 def checkpointed(graph: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
-    """The parts of a graph that are computed again in backward, behind the nodes that stand for them; each is a graph of its own."""
+    """The parts of a graph that backward recomputes, inner ones first: the node that calls each part, and the part's own graph."""
     for node in graph.graph.nodes:
         if is_recomputed(node):
             part = graph.get_submodule(node.args[0].target)
@@ -198,7 +198,7 @@ class Terms:
         for node in graph.graph.nodes:
             holders.setdefault(memory_of(node), []).append(node)
         written = {node: written_by(node) for node in graph.graph.nodes if writes(node)}
-        # Where nobody else knows the operand, writing to it is as good as making a result.
+        # If no other node uses the memory of the operand, a write to it is equivalent to a new result.
         unseen = {node for node, operands in written.items() if len(operands) == 1 and (operand := operands[0]).op != "placeholder" and holders[memory_of(operand)] == [operand, node] and len(operand.users) == 1}
         self.written_for_others = {memory_of(operand) for node, operands in written.items() if node not in unseen for operand in operands} - {None}
         self.with_gradient = _with_gradient(graph)
@@ -213,25 +213,25 @@ class Terms:
             self._terms[node] = term if term is None else self._in_vocabulary(node, term)
 
     def of(self, node: Any) -> Term | None:
-        """What a node computes; None where the vocabulary has no word for it."""
+        """The term of a node; None if the vocabulary has no word for its operation."""
         return self._terms.get(self.same(node)) if isinstance(node, Node) else None
 
     def kind(self, node: Any) -> str | None:
-        """The name of what a node computes in the vocabulary."""
+        """The kind of a node's term, or None."""
         term = self.of(node)
         return None if term is None else term.kind
 
     def same(self, node: Any) -> Any:
-        """The first node that has the numbers, dtype and shape of this one."""
+        """The first node of equal values, dtype and shape, which this one only passes on. Numbers are returned themselves."""
         return self._same[node] if isinstance(node, Node) else node
 
     def depends(self, node: Node, on: Collection[Node]) -> bool:
-        """Whether a node is one of these, or computed of one."""
+        """Whether a node is one of the nodes `on`, or is computed from one."""
         begin = min(map(self.order.__getitem__, on))
         return any(each in on for each in computed_of([node], lambda each: each.all_input_nodes if self.order[each] > begin else ()))
 
     def _unchanged(self, node: Node, term: Term | None) -> Node | None:
-        """The input that a node hands on."""
+        """The input that a node returns unchanged, or None."""
         if term is None or not term.inputs or not isinstance(term.inputs[0], Node):
             return None
         given, made = value_of(term.inputs[0]), value_of(node)
@@ -244,7 +244,7 @@ class Terms:
         return None
 
     def _in_vocabulary(self, node: Node, term: Term) -> Term | None:
-        """Fewer words for the same: powers, quotients, views of rows, pieces."""
+        """The term in the reduced vocabulary, in which powers, quotients, views of rows and pieces have one form; None if it has none."""
         kind, inputs, options = term.kind, tuple(map(self.same, term.inputs)), term.options
         if kind in ("add", "sub") and options.get("alpha", 1) != 1:
             return None
@@ -270,7 +270,7 @@ class Terms:
             return self._product(term, inputs)
         if kind == "grouped":
             return self._grouped_product(term, inputs)
-        if kind == "view" and value_of(node).dtype != value_of(inputs[0]).dtype:  # other numbers of the same bytes
+        if kind == "view" and value_of(node).dtype != value_of(inputs[0]).dtype:  # view(dtype) reinterprets bytes
             return None
         if kind == "view":
             return self._rows_again(node, inputs[0]) or self._repeated(node, inputs[0]) or _laid_out(node, inputs[0])
@@ -290,7 +290,7 @@ class Terms:
         return Term(kind, inputs, options)
 
     def _product(self, term: Term, inputs: tuple[Any, ...]) -> Term | None:
-        """x weight^T + bias of a product that is not written as one."""
+        """x weight^T + bias for a product that is written as `addmm` or `matmul`, or None."""
         bias, x, weight = inputs if term.kind == "addmm" else (None, *inputs)
         if term.options.get("beta", 1) != 1 or term.options.get("alpha", 1) != 1 or not isinstance(weight, Node):
             return None
@@ -300,21 +300,21 @@ class Terms:
         return self._by_weight("linear", x, weight, bias)
 
     def _grouped_product(self, term: Term, inputs: tuple[Any, ...]) -> Term | None:
-        """x_g weight_g^T for the rows x_g of each group, of which `offs` holds the ends."""
+        """x_g weight_g^T for the rows x_g of each group, which end at `offs`, or None."""
         x, weight, offs, bias = inputs
         if bias is not None or term.options["out_dtype"] not in (None, value_of(x).dtype):
             return None
         return self._by_weight("grouped", x, weight, offs)
 
     def _by_weight(self, kind: str, x: Node, weight: Any, other: Any) -> Term:
-        """A product by the transpose of a weight, or else by a weight that lies transposed."""
+        """The term of x times `weight`: by the tensor of which `weight` is the transpose, or with the option "transposed"."""
         turned = self.of(weight)
         if turned is not None and turned.kind == "transpose":
             return Term(kind, (x, turned.inputs[0], other))
         return Term(kind, (x, weight, other), {"transposed": True})
 
     def _rows_again(self, node: Node, given: Any) -> Term | None:
-        """A product of rows that were laid flat and are given their shape back: the product of what was laid flat."""
+        """The product of x with all its dimensions, for a product of flattened rows whose result gets the dimensions back; else None."""
         term = self.of(given)
         if term is None or term.kind != "linear" or len(given.users) != 1:
             return None
@@ -329,7 +329,7 @@ class Terms:
         return None
 
     def _repeated(self, node: Node, given: Any) -> Term | None:
-        """Heads [batch, heads, sequence, features], each so many times: copies in a dimension of their own, laid behind it."""
+        """Heads [batch, heads, sequence, features] of which each is repeated, by `expand` in a new dimension that is then flattened; else None."""
         copies = self.of(given)
         alone = self.of(copies.inputs[0]) if copies is not None and copies.kind == "expand" else None
         if alone is None or alone.kind != "unsqueeze" or alone.options["dim"] != 2:
@@ -341,7 +341,7 @@ class Terms:
 
 
 def _laid_out(node: Node, given: Any) -> Term | None:
-    """Rows one behind the other; features of each row as heads of features, or these as features of a row; or the same in a memory of its own."""
+    """The term of a view: flattened rows, features split into heads, heads joined to features, or equal values in new memory; else None."""
     shape, made = tuple(value_of(given).shape), value_of(node)
     if made.dim() == 2 and len(shape) > 1 and statically_known_true(shape[-1] == made.shape[-1]):
         return Term("flat", (given,))
@@ -355,19 +355,19 @@ def _laid_out(node: Node, given: Any) -> Term | None:
 
 
 def _turns_matrices(value: Any, first: int, second: int) -> bool:
-    """Whether a transpose is that of a matrix, or of each of several."""
+    """Whether a transpose swaps the last two dimensions of a matrix or of a batch of matrices."""
     dims = value.dim() if isinstance(value, torch.Tensor) else 0
     return dims in (2, 3) and {first % dims, second % dims} == {dims - 2, dims - 1}
 
 
 def _with_gradient(graph: GraphModule) -> set[Node]:
-    """The nodes whose results the graph's results may be differentiated by, and the node that returns these."""
+    """The output node of a graph, and all nodes through which gradients of its results may flow."""
     output = graph.graph.output_node()
     return {*computed_of([output], lambda node: (each for each in node.all_input_nodes if getattr(value_of(each), "requires_grad", True)))}
 
 
 def _term(node: Node) -> Term | None:
-    """A node under its name in the vocabulary, with its arguments as they are."""
+    """The term of a node before reduction, with its arguments unchanged; None if no spelling matches."""
     if node.target is operator.getitem:
         return _piece(node)
     if node.target is getattr and node.args[1] in ("T", "mT"):
@@ -377,7 +377,7 @@ def _term(node: Node) -> Term | None:
     if node.op not in ("call_function", "call_method") or target not in _KINDS:
         return None
     kind, parameters = _KINDS[target]
-    if kind in ("cast", "view", "expand"):  # what it is made to shows in its example
+    if kind in ("cast", "view", "expand"):  # the example value shows dtype and shape of the result
         operand = node.args[0] if node.args else node.kwargs.get("input")
         return Term(kind, (operand,)) if isinstance(operand, Node) else None
     if len(node.args) > len(parameters):
@@ -392,13 +392,13 @@ def _term(node: Node) -> Term | None:
 
 
 def number_of(value: Any) -> Any:
-    """What Dynamo holds for a symbol, such as an eps under dynamic shapes, as the number that it is; compiled code is guarded by it."""
+    """The number of a float symbol, such as an eps under dynamic shapes, by which Dynamo then guards the code; any other value itself."""
     symbol = value_of(value)
     return float(symbol) if isinstance(symbol, torch.SymFloat) else value
 
 
 def _piece(node: Node) -> Term | None:
-    """Columns begin to end of the last dimension, of `chunk`, `split` or a slice."""
+    """Columns begin to end of the last dimension, from `chunk`, `split` or a slice, or an indexing that is a view or an `unsqueeze`; else None."""
     source, at = node.args
     if not isinstance(source, Node):
         return None
@@ -427,7 +427,7 @@ def _piece(node: Node) -> Term | None:
 
 
 def tensors_of_model(node: Node | None, terms: Terms) -> list[Node]:
-    """The parameters of the model that a node is or is computed of, in order; its buffers where there is none."""
+    """The parameters of the model from which a node is computed, in order; without parameters its buffers."""
     read = computed_of([] if node is None else [node])
     held = sorted((each for each in read if not each.all_input_nodes), key=terms.order.__getitem__)
     parameters = [each for each in held if isinstance(value_of(each), torch.nn.Parameter)]
@@ -440,7 +440,7 @@ def is_of_model(node: Node) -> bool:
 
 
 def users(node: Node, terms: Terms) -> Iterator[Node]:
-    """Who reads a node, past nodes that hand it on unchanged."""
+    """The nodes that read a node, directly or through nodes that return it unchanged."""
     for user in node.users:
         if terms.same(user) is terms.same(node):
             yield from users(user, terms)

@@ -1,4 +1,4 @@
-"""What a user may ask of the backend."""
+"""The options of the backend."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def _advice(name: object, known: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """How pipelines of a model are made.
+    """How the backend builds pipelines for a model. Wrong types raise TypeError, other wrong values ValueError.
 
     Args:
-        recipe: what products are quantized by; or a function of a module's name that returns a recipe or None; None: not at all.
-        memory_budget: bytes that a pipeline keeps for backward per row of its main input; None: those of `tandem.memory_budget`.
-        exclude: names of modules that stay as they are, with all inside them; `*` stands for any characters.
+        recipe: a recipe for all products, or a function of a module's path that returns a recipe or None; None: products are not quantized.
+        memory_budget: limit on bytes that a pipeline keeps for backward per row of its main operand; None: the limit of `tandem.memory_budget`.
+        exclude: paths of modules that no pipeline replaces, nor anything inside them; `*` matches any characters.
         rest: what runs the rest of the graph: "eager" or "inductor".
-        logits: whether models that return a loss of logits return these too; False: None in their place, and no memory for them.
-        verify: whether each pipeline is compared, in its first call, with the part of the graph whose place it takes: results and gradients.
-        require: the least share of the products of a graph that must be in pipelines, from 0 to 1; None: any.
+        logits: whether a model that returns logits and their loss returns the logits; False: it returns None for them, and they take no memory.
+        verify: whether the first call of each pipeline compares results and gradients with the part of the graph that it replaces.
+        require: least share of a graph's products that must be in pipelines, from 0 to 1, else compiling raises RuntimeError; None: any share.
     """
 
     recipe: Recipe | Callable[[str], Recipe | None] | None = None
@@ -58,7 +58,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
-        """Those that a mapping names."""
+        """The options in a mapping. An unknown name raises TypeError."""
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
@@ -66,18 +66,18 @@ class Options:
         return cls(**given)
 
     def excludes(self, module: str) -> bool:
-        """Whether a module, or one that it is in, is excluded."""
+        """Whether a module, or a module that contains it, is excluded."""
         parts = module.split(".")
         return any(fnmatch.fnmatchcase(".".join(parts[:end]), name) for end in range(1, len(parts) + 1) for name in self.exclude)
 
     def names_of_no_module(self, modules: Iterable[str]) -> list[str]:
-        """What to say of each name in `exclude` that matches none of these."""
+        """A message for each name in `exclude` that matches none of these modules."""
         known = sorted({name.replace("_orig_mod.", "") for name in modules} - {"", "_orig_mod"})
         wrong = [name for name in self.exclude if not any(fnmatch.fnmatchcase(module, name) for module in known)]
         return [f"compile: expected names of modules in exclude, got {name!r}, which matches none. {_advice(name, known)}" for name in wrong]
 
     def recipe_of(self, module: str) -> Recipe | None:
-        """The recipe of products of a module."""
+        """The recipe for products of a module."""
         if self.recipe is None or isinstance(self.recipe, Recipe):
             return self.recipe
         recipe = self.recipe(module)
@@ -87,7 +87,7 @@ class Options:
 
 
 class GivenOptions(TypedDict, total=False):
-    """`Options` as keywords, for who checks types."""
+    """`Options` as keyword arguments, for type checkers."""
 
     recipe: Recipe | Callable[[str], Recipe | None] | None
     memory_budget: float | None

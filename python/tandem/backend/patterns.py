@@ -11,14 +11,14 @@ from torch.fx import Node
 
 from tandem.backend.normalise import Terms, number_of, value_of
 
-Bound = Mapping[str, Any]  # what stands where: nodes by the names of variables, `nodes` that the pattern covers, `roundings` that it passes
+Bound = Mapping[str, Any]  # nodes and numbers by the names of variables, `nodes` that the pattern covers, `roundings` that it contains
 
 
 class Pattern:
-    """What a node or a number may be."""
+    """A pattern for a node or a number."""
 
     def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
-        """The ways in which it may be so, each with what was bound before."""
+        """The bindings of each match of `node`, added to `bound`. Names in `bound` match equal values only."""
         raise NotImplementedError
 
     def __add__(self, other: Any) -> Pattern:
@@ -31,7 +31,7 @@ class Pattern:
 
 
 class Number(Pattern):
-    """A number: this one, or any, which gets a name. A symbol is no number unless it `may_be_symbol`: compiled code is then guarded by its number."""
+    """A given number, or any number under a name. Symbols match only with `may_be_symbol`; Dynamo then guards the code by the symbol's number."""
 
     def __init__(self, expected: float | str, may_be_symbol: bool = False) -> None:
         self.expected, self.may_be_symbol = expected, may_be_symbol
@@ -47,7 +47,7 @@ class Number(Pattern):
 
 
 class Var(Pattern):
-    """A tensor, or None if it is `optional`; the same wherever the name stands."""
+    """A tensor under a name, or None if it is `optional`. All variables of one name match one node."""
 
     def __init__(self, name: str, dims: int | None = None, optional: bool = False) -> None:
         self.name, self.dims, self.optional = name, dims, optional
@@ -61,7 +61,7 @@ class Var(Pattern):
 
 
 class Named(Pattern):
-    """What matches a pattern gets a name."""
+    """A pattern whose node gets a name."""
 
     def __init__(self, name: str, pattern: Pattern) -> None:
         self.name, self.pattern = name, pattern
@@ -72,7 +72,7 @@ class Named(Pattern):
 
 
 class Call(Pattern):
-    """An operation of the vocabulary; numbers among its inputs stand for themselves. Sums and products match in either order."""
+    """An operation of the vocabulary with patterns or numbers as inputs. Sums and products match in either order."""
 
     def __init__(self, kind: str, *inputs: Any, **options: Any) -> None:
         self.kind, self.options = kind, options
@@ -94,7 +94,7 @@ class Call(Pattern):
 
 
 class Columns(Pattern):
-    """Columns of a value; the numbers of the first one and of the one behind the last get a name."""
+    """Columns of a value. The name gets the pair of the first column's number and the last one's plus 1."""
 
     def __init__(self, name: str, of: Pattern) -> None:
         self.name, self.of = name, of
@@ -103,14 +103,14 @@ class Columns(Pattern):
         term = terms.of(node)
         if term is None or term.kind != "piece":
             return
-        source, columns = node.args[0], (term.options["begin"], term.options["end"])  # the node that cut it off, where one does
+        source, columns = node.args[0], (term.options["begin"], term.options["end"])  # the `chunk` or `split` node, or the value itself
         if bound.get(self.name, columns) == columns:
             nodes = (terms.same(node), source) if terms.same(source) is not terms.same(term.inputs[0]) else (terms.same(node),)
             yield from self.of.match(term.inputs[0], terms, {**bound, "nodes": (*bound["nodes"], *nodes), self.name: columns})
 
 
 class Unsqueezed(Var):
-    """A tensor that gets a name, in the graph with a dimension for heads, which is not counted as a node of the formula: others may read it."""
+    """A tensor under a name that `unsqueeze` gives a dimension for heads. The `unsqueeze` is no node of the match, so other nodes may read it."""
 
     def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
         term = terms.of(node)
@@ -119,7 +119,7 @@ class Unsqueezed(Var):
 
 
 class Wide(Pattern):
-    """A value, or the same in a wider dtype: a cast that rounds nothing."""
+    """A value, or a cast of it to a wider dtype, which rounds nothing."""
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
@@ -133,7 +133,7 @@ class Wide(Pattern):
 
 
 class Rounded(Pattern):
-    """A value, or the same in a narrower dtype; `where` says what is rounded there, or `name` is the name of the dtype."""
+    """A value, or a cast of it to a narrower dtype. `where` describes the rounding for the refusal, or `name` gets the dtype."""
 
     def __init__(self, pattern: Pattern, where: str | None = None, name: str | None = None) -> None:
         self.pattern, self.where, self.name = pattern, where, name
@@ -149,7 +149,7 @@ class Rounded(Pattern):
 
 
 class Either(Pattern):
-    """One of several ways of writing the same."""
+    """One of several patterns."""
 
     def __init__(self, *patterns: Pattern) -> None:
         self.patterns = patterns

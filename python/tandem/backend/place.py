@@ -1,4 +1,4 @@
-"""Puts pipelines into a graph in the places of what they stand for."""
+"""Replaces the nodes of regions in a graph by calls of pipelines."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tandem.state import compiled as compiled_state
 
 
 class Draft:
-    """How the pipeline of a region is made, and which nodes of the graph are its operands and results."""
+    """The construction of a region's pipeline, and the nodes of the graph that are its operands and results."""
 
     def __init__(self, region: Region, terms: Terms, uses: Counter[tuple[Node, ...]]) -> None:
-        """`uses`: how many products of the graph read the same tensors of the model, so far."""
-        self.steps: list[tuple[Op, list[str | None], tuple[str, bool] | None]] = []  # with the channels of extra inputs and of the extra output
+        """`uses`: number of products so far, over the graph, by the tensors of the model from which their weights are computed."""
+        self.steps: list[tuple[Op, list[str | None], tuple[str, bool] | None]] = []  # an op, the channels of its extra inputs and of its extra output
         self.extras: list[Node] = []
-        self.ends: list[bool] = []  # for each extra whether it is one of ends of groups
+        self.ends: list[bool] = []  # for each extra: whether it holds the ends of groups
         self.outs = [*region.last.outs]
-        self.heads: dict[int, Mapping[str, int]] = {}  # of which extra outputs others read keys and values, and how heads lie there
+        self.heads: dict[int, Mapping[str, int]] = {}  # by index of an extra output with keys and values for other nodes: the options of its heads
         inside, channels, count = region.nodes(), {}, 0
         for at, found in enumerate(region.found):
             for op in found.ops:
@@ -58,8 +58,8 @@ class Draft:
                 count += 1
         self.weights = [*dict.fromkeys(weight.node for op, _, _ in self.steps for _, weight in op.weights if weight.node is not None)]
         self.operands = (region.x, *self.extras, *self.weights)
-        self.read = [*self.weights]  # and what of the model these are computed of
-        self.sites: dict[int, tuple[tuple[int, ...], int]] = {}  # of products by step: positions in `read`, and which use of these it is
+        self.read = [*self.weights]  # the weights, and the tensors of the model from which they are computed
+        self.sites: dict[int, tuple[tuple[int, ...], int]] = {}  # by step of a product: indices of its tensors in `read`, and its number among their uses
         for at, (op, _, _) in enumerate(self.steps):
             if op.make is ops.Linear:
                 tensors = tuple(dict.fromkeys(each for name, weight in op.weights if name.endswith("weight") for each in tensors_of_model(weight.node, terms)))
@@ -71,18 +71,18 @@ class Draft:
         self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(region.last.outs) > 1 else []
 
     def results(self, made: Any) -> Any:
-        """What a pipeline has made as `outs` are."""
+        """The results of a pipeline, in the order and layout of `outs`."""
         if not self.columns and not self.heads:
             return made
         main, *rest = made if isinstance(made, tuple) else (made,)
-        # The graph has been recorded with results that are contiguous and no views.
+        # Dynamo has recorded the graph with results that are contiguous and no views.
         results = [part.contiguous() for part in main.split(self.columns, -1)] if self.columns else [main]
         for at, each in enumerate(rest):
             results += _keys_and_values(each, **self.heads[at]) if at in self.heads else [each]
         return tuple(results)
 
     def structure(self) -> tuple[Any, ...]:
-        """What pipelines depend on that are made of it: of equal ones, which graphs of other shapes and of evaluation have, one serves all."""
+        """A key by which graphs share pipelines: drafts with equal keys, as graphs for other shapes and for evaluation have, build equal ones."""
         steps = []
         for op, inputs, output in self.steps:
             weights = [(name, None if weight.node is None else self.weights.index(weight.node), weight.transposed) for name, weight in op.weights]
@@ -112,22 +112,22 @@ class Draft:
 
 
 class Place(NamedTuple):
-    """Where an operand of a call goes as the parameter of an op."""
+    """The parameter of an op that is set to an operand during each call."""
 
     of: dict[str, torch.Tensor | None]
     name: str
-    absent: torch.Tensor | None  # what is there between calls
+    absent: torch.Tensor | None  # the parameter between calls
     weight: int
     transposed: bool
 
 
 class Made:
-    """A pipeline, where its parameters go, and its products, which have state under some recipes, each with its site: see `Draft.sites`."""
+    """A pipeline, the places of its parameters, and its products with their sites (see `Draft.sites`), as some recipes keep state for products."""
 
     def __init__(self, pipeline: ops.Sequential, places: list[Place], products: list[tuple[Any, tuple[int, ...], int]]) -> None:
         self.pipeline, self.places, self.products = pipeline, places, products
-        self.recipe = ""  # under which the products have been given their state
-        self.lock = threading.RLock()  # of who calls it
+        self.recipe = ""  # the recipe for which the products have their state
+        self.lock = threading.RLock()  # a caller holds it, as it sets the parameters
 
     def fill(self, weights: Sequence[torch.Tensor]) -> None:
         for place in self.places:
@@ -145,7 +145,7 @@ class Made:
 
 
 class Known(dict[tuple[int, ...], Made]):
-    """Pipelines by the tensors of a model that they read, as long as these live."""
+    """Pipelines by identities of the tensors of a model that they read. An entry is removed when one of its tensors is freed."""
 
     def note(self, key: tuple[int, ...], made: Made, tensors: Sequence[torch.Tensor]) -> None:
         self[key] = made
@@ -158,26 +158,26 @@ def _forget(known: weakref.ref[Known], key: tuple[int, ...]) -> None:
         held.pop(key, None)
 
 
-_shared: weakref.WeakValueDictionary[tuple[Any, ...], Known] = weakref.WeakValueDictionary()  # by structure, as long as a graph has such a pipeline
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], Known] = weakref.WeakValueDictionary()  # by structure, as long as a graph uses it
 _making = threading.RLock()
 
 
 class Call(torch.nn.Module):
-    """The pipelines of one place of a graph. Parameters are operands of each call: one graph serves all layers that look alike, and each layer has a
-    pipeline of its own, with the codes of its weights, which other graphs of the layer call too. Between calls a pipeline has no parameters, so that they end with
-    their model."""
+    """The pipelines that one node of a graph calls. Parameters are operands of the call, as one graph serves all equal layers; each layer has its own
+    pipeline, which keeps the codes of its weights and which other graphs of the layer share. Between calls a pipeline holds no parameters, so that they
+    are freed with their model."""
 
     def __init__(self, draft: Draft, recipe: Any, memory_budget: float | None, reference: Reference | None) -> None:
         super().__init__()
         self.draft, self.recipe, self.memory_budget = draft, recipe, memory_budget
-        self.__dict__["reference"] = reference  # whose graph is no part of this one
+        self.__dict__["reference"] = reference  # __dict__ keeps its graph from becoming a submodule
         self.given = 1 + len(draft.extras)
-        self.knows_autocast = any(op.make in (ops.Linear, ops.LinearCrossEntropy) for op, _, _ in draft.steps)  # what else there is computes in the dtype of its operands, in torch
-        self.made = Known()  # what has been called here
+        self.knows_autocast = any(op.make in (ops.Linear, ops.LinearCrossEntropy) for op, _, _ in draft.steps)  # torch computes others in their operands' dtype
+        self.made = Known()  # pipelines that this node has called
         is_alone = reference is not None or not draft.keys
         self.shared = Known() if is_alone else _shared.setdefault((*draft.structure(), memory_budget), Known())
 
-    def __call__(self, *operands: torch.Tensor) -> Any:  # not torch's, which looks for hooks
+    def __call__(self, *operands: torch.Tensor) -> Any:  # torch's own method looks for hooks
         given, read = operands[: self.given], operands[self.given :]
         key = tuple([id(read[at]) for at in self.draft.keys])
         made = self.made.get(key) or self.add(key, given, read)
@@ -192,7 +192,7 @@ class Call(torch.nn.Module):
                 made.empty()
 
     def kept(self) -> str:
-        """What the last call with gradients has kept for backward, and under `verify` the graph in its place."""
+        """A text: the bytes that the last call with gradients kept for backward and, with `verify`, the bytes that the graph kept."""
         bytes_kept = [made.pipeline.saved_bytes() for made in list(self.made.values())[:1]]
         before = [sum(self.reference.kept.values())] if self.reference is not None and self.reference.kept else []
         return "; keeps " + " of ".join(f"{each:,}" for each in (*bytes_kept, *before)) + " bytes for backward" if bytes_kept else ""
@@ -207,7 +207,7 @@ class Call(torch.nn.Module):
                 made.pipeline.memory_budget = self.memory_budget
                 if self.reference is not None:
                     made.fill(read)
-                    made.pipeline.eval()  # without its dropout, which draws other numbers
+                    made.pipeline.eval()  # without dropout, whose random numbers differ
                     weights, beside = read[: len(self.draft.weights)], read[len(self.draft.read) :]
                     self.reference.compare(lambda *own: self.draft.results(self.run(made.pipeline, *own)), given, weights, beside)
                     made.pipeline.train()
@@ -219,20 +219,20 @@ class Call(torch.nn.Module):
         if any(self.draft.ends):
             x, *extras = given
             ends = [extra for extra, is_end in zip(extras, self.draft.ends, strict=True) if is_end]
-            sizes = {id(each): torch.diff(each, prepend=each.new_zeros(1)) for each in ends}  # numbers of rows of each group
+            sizes = {id(each): torch.diff(each, prepend=each.new_zeros(1)) for each in ends}  # number of rows of each group
             given = (x, *[sizes.get(id(extra), extra) for extra in extras])
         with torch.autocast("cpu", enabled=False) if not self.knows_autocast and torch.is_autocast_enabled("cpu") else nullcontext():
             return pipeline.forward(*given)
 
 
 def _keys_and_values(x: torch.Tensor, num_heads: int, head_dim: int, num_kv_heads: int, **_: Any) -> list[torch.Tensor]:
-    """Those of queries, keys and values side by side, by heads as a graph has recorded them: [batch, heads, sequence, head_dim]."""
+    """Keys and values of rows of queries, keys and values side by side, in the layout of the graph: [batch, heads, sequence, head_dim]."""
     _, *parts = x.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], -2)
     return [part.contiguous().transpose(1, 2) for part in parts]
 
 
 def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Options) -> list[Call]:
-    """Replaces what the regions stand for."""
+    """Replaces the nodes of each region by a call of a pipeline, and returns the modules that are called."""
     calls, results = [], []
     uses: Counter[tuple[Node, ...]] = Counter()
     for at, region in enumerate(found):
@@ -253,7 +253,7 @@ def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Opti
         out.replace_all_uses_with(item)
     replaced = {node for region in found for node in region.nodes()}
     for node in reversed(graph.graph.nodes):
-        is_new = node not in terms.order  # a pipeline, or one of its results
+        is_new = node not in terms.order  # a call of a pipeline, or one of its results
         if not node.users and (is_new or terms.same(node) in replaced or ((term := terms.of(node)) is not None and term.kind in ("transpose", "unsqueeze"))):
             graph.graph.erase_node(node)
     _in_order(graph)
@@ -268,12 +268,12 @@ def is_call(node: Node, graph: GraphModule) -> bool:
 
 
 def is_result_of_call(node: Node, graph: GraphModule) -> bool:
-    """Whether a node is one of the results of such a call, which stand behind it."""
+    """Whether a node takes one of several results of a call of a pipeline."""
     return node.target is operator.getitem and is_call(node.args[0], graph)
 
 
 def _in_order(graph: GraphModule) -> None:
-    """Moves what a node reads before it, where it is not: a region stands where its last result was, and others read its first ones."""
+    """Moves nodes so that each follows the nodes that it reads. A call stands where the last result of its region was, after readers of earlier results."""
     placed: set[Node] = set()
     opened: set[Node] = set()
     order: list[Node] = []

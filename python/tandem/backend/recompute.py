@@ -1,6 +1,6 @@
-"""Parts of a graph that are computed again in backward, under what was in force in forward: the generator's numbers, and the regions of recipes.
+"""Parts of a graph that backward recomputes, with the random numbers and the recipe regions of forward.
 
-What Dynamo puts there is made for AOTAutograd, which sees to both by itself: run as it is, it draws other numbers, and recipes with state see two steps.
+Dynamo's operator for them relies on AOTAutograd for both. Run as it is, it draws other random numbers, and recipes with state count two steps.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tandem.recipe import Recipe
 from tandem.regions.autocast import autocast
 
 _NAMES = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
-_OPTIONS = {"determinism_check", "debug", "preserve_rng_state"}  # of torch's function, that count here
+_OPTIONS = {"determinism_check", "debug", "preserve_rng_state"}  # options of torch's checkpoint that have an effect here
 
 
 def is_recomputed(node: Node) -> bool:
-    """Whether a node stands for a part that is computed again, as Dynamo writes it."""
+    """Whether a node is Dynamo's call of a part that backward recomputes."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") in _NAMES
 
 
 class Recomputed(torch.nn.Module):
-    """Calls a part of a graph, and in backward again."""
+    """A module that calls a part of a graph, which backward recomputes."""
 
     def __init__(self, part: GraphModule, options: dict[str, Any]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Recomputed(torch.nn.Module):
     def forward(self, *operands: Any) -> Any:
         first = _First()
         again = _Again(first.around, first.regions)
-        # Of a part of a part torch gives back copies of what it is called with; pipelines know parameters by themselves.
+        # Nested checkpoints get copies of their operands from torch, but pipelines identify parameters as objects: these bypass the checkpoint.
         parameters = {at: operand for at, operand in enumerate(operands) if isinstance(operand, torch.nn.Parameter)}
 
         def part(*others: Any) -> Any:
@@ -49,7 +49,7 @@ class Recomputed(torch.nn.Module):
 
 
 def put(graph: GraphModule) -> None:
-    """Has such parts computed again by torch's checkpoint; those that choose what to keep stay as they are."""
+    """Replaces Dynamo's calls of such parts by `Recomputed` modules. Parts with selective checkpointing stay as they are."""
     for at, node in enumerate(graph.graph.nodes):
         part = graph.get_submodule(node.args[0].target) if is_recomputed(node) else None
         if part is None or "_checkpoint_context_fn" in part.meta:
@@ -61,17 +61,17 @@ def put(graph: GraphModule) -> None:
 
 
 class _Here(threading.local):
-    """What regions of this thread belong to."""
+    """The recipe regions of pipelines in the checkpointed part that this thread runs."""
 
-    made: list[Any] | None = None  # where those of a first computation are noted
-    made_before: Iterator[Any] | None = None  # those that are entered again
+    made: list[Any] | None = None  # in forward: the list to which regions are added
+    made_before: Iterator[Any] | None = None  # in a recompute: the regions of forward, in order
 
 
 _here = _Here()
 
 
 class _First(AbstractContextManager[None]):
-    """The first computation: what is in force, and the regions of its pipelines."""
+    """The context of forward: it records the outer region and the regions of the part's pipelines."""
 
     def __init__(self) -> None:
         self.around = _C.region_now()
@@ -82,12 +82,12 @@ class _First(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         _here.made = self._outer
-        if self._outer is not None and _here.made_before is None:  # a part of a part
+        if self._outer is not None and _here.made_before is None:  # the outer part recomputes this part too
             self._outer += self.regions
 
 
 class _Again(AbstractContextManager[None]):
-    """A region of the first computation once more, or all that the first computation was in, with the regions that were entered there."""
+    """The context of a recompute: it enters a region of forward; with `inside` the outer one, in which pipelines then enter the regions `inside`."""
 
     def __init__(self, region: Any, inside: list[Any] | None = None) -> None:
         self.region, self.inside = region, inside
@@ -105,7 +105,7 @@ class _Again(AbstractContextManager[None]):
 
 @contextlib.contextmanager
 def region(recipe: Recipe) -> Iterator[None]:
-    """The region of a call of a pipeline."""
+    """The recipe region of one call of a pipeline: a new one, or in a recompute the region of forward."""
     with autocast(recipe=recipe) if _here.made_before is None else _Again(next(_here.made_before)):
         if _here.made is not None:
             _here.made.append(_C.region_now())

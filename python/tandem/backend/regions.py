@@ -1,4 +1,4 @@
-"""Chains what was found into regions, each of which becomes one pipeline: along the residual stream, each with one attention at most."""
+"""Chains matches along the residual stream into regions with at most one attention, each of which becomes one pipeline."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tandem import ops
 from tandem.backend.match import Found, module_of
 from tandem.backend.normalise import Terms, computed_of
 
-WORTH_NO_PIPELINE = {"scale", "modulation", "dropout", "bias", "sum"}  # rows that alone are as fast in the graph
+WORTH_NO_PIPELINE = {"scale", "modulation", "dropout", "bias", "sum"}  # regions of these rows alone would be no faster than the graph
 
 
 class Region:
-    """What becomes one pipeline, in order."""
+    """The matches that become one pipeline, in order."""
 
     def __init__(self, found: list[Found], terms: Terms, recipe: Any) -> None:
         self.found, self.recipe = found, recipe
@@ -31,26 +31,26 @@ class Region:
         return self.found[-1]
 
     def made(self) -> set[Node]:
-        """All values that are there when it has run, and may be read."""
+        """The results of all matches, which are available after the region has run."""
         return {out for each in self.found for out in each.outs}
 
     def nodes(self) -> set[Node]:
-        """What it stands for."""
+        """All nodes that the region replaces."""
         return {node for each in self.found for node in (*each.nodes, *each.outs)}
 
     def reads(self) -> list[Node]:
-        """What it needs from outside, each once, `x` first."""
+        """The nodes outside that the region reads, each once, `x` first."""
         inside = self.made()
         return [*dict.fromkeys(node for each in self.found for node in each.reads() if node not in inside)]
 
     def told(self) -> str:
-        """Its ops, and the modules that they come from."""
+        """A text that names the ops, and the modules that they come from."""
         modules = dict.fromkeys(module_of(out) or "the model" for each in self.found for out in each.outs)
         return f"{', '.join(op.make.__name__ for each in self.found for op in each.ops)} of {', '.join(modules)}"
 
 
 def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[str], Any]) -> list[Region]:
-    """Maximal ones; sums, scales and dropouts at their beginning are left to the graph, and so are those that would be of these alone."""
+    """The longest possible regions. Rows of WORTH_NO_PIPELINE at the beginning of a region stay in the graph."""
     made: list[Region] = []
     owner: dict[Node, Region] = {}
     for node in sorted(found, key=terms.order.__getitem__):
@@ -61,9 +61,9 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
             if region is None or region.last.is_written or region.last.outs != (way.x,) or region.stretch != terms.stretch[node]:
                 continue
             own, others = _products(way), _products(*region.found)
-            if own and others and (own != others or recipe != region.recipe):  # of the kinds of products one alone knows autocast
+            if own and others and (own != others or recipe != region.recipe):  # only one of the two kinds of products follows autocast
                 continue
-            inside = region.made() - {weight.node for op in way.ops for _, weight in op.weights}  # weights come from outside
+            inside = region.made() - {weight.node for op in way.ops for _, weight in op.weights}  # a pipeline takes weights from outside only
             if not any(_needs(read, region, owner, terms) for read in way.reads() if read not in inside):
                 region.found.append(way)
                 if own:
@@ -80,12 +80,12 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
 
 
 def _products(*found: Found) -> set[object]:
-    """The kinds of products among ops."""
+    """The classes of products among the ops of these matches."""
     return {op.make for each in found for op in each.ops} & {ops.Linear, ops.GroupedLinear}
 
 
 def _by_attention(region: Region, terms: Terms) -> list[Region]:
-    """A region for each attention, cut behind the residual sum before it, so that gradients of a layer are there, and memory is free, before those of the layer before."""
+    """Splits a region after residual sums so that each part has one attention. Backward then completes and frees a layer before it begins another."""
     begins, attentions = [0], [at for at, each in enumerate(region.found) if any(op.make is ops.Attention for op in each.ops)]
     for before, at in pairwise(attentions):
         begins += [behind for behind in range(at, before, -1) if region.found[behind - 1].row == "sum"][:1]
@@ -93,7 +93,7 @@ def _by_attention(region: Region, terms: Terms) -> list[Region]:
 
 
 def _needs(node: Node, region: Region, owner: dict[Node, Region], terms: Terms) -> bool:
-    """Whether a node cannot be computed before the region has run, where what belongs to one region is computed together."""
+    """Whether a node depends on the region, directly or through other regions, each of which runs as a whole."""
     begin = min(terms.order[each] for each in region.nodes())
 
     def reads(at: Node) -> list[Node]:

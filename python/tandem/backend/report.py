@@ -1,4 +1,4 @@
-"""What the backend has made of a model's graphs, for people."""
+"""Reports for users on what the backend replaced in a model's graphs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tandem.ops.reporting import SKIPPED, is_skipped, runs_inside
 
 _NO_ROW = "it belongs to no row"
 _numbers = itertools.count()
-_warned: Any = WeakTensorKeyDictionary()  # by a parameter of each model that was warned of, which options it has
+_warned: Any = WeakTensorKeyDictionary()  # by a parameter of each model with a warning: identity of its options
 _graphs: weakref.WeakSet[GraphModule] = weakref.WeakSet()
 
 
 class Origin(NamedTuple):
-    """Where a node comes from: the module, and the line of the model's source."""
+    """The module that a node comes from, and the line of the model's source."""
 
     module: str
     line: str
@@ -38,14 +38,14 @@ class Origin(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one pipeline stands for: its ops, and for each row that was found the origins of its results."""
+    """One pipeline in a report: its ops, and the origins of the results of each row."""
 
     ops: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Origin, ...]], ...]
 
 
 class Report:
-    """Of one graph."""
+    """The report on one graph."""
 
     def __init__(self, graph: GraphModule, terms: Terms, regions: Sequence[Region], left: Sequence[Left]) -> None:
         inside = {node for region in regions for node in region.nodes()}
@@ -60,12 +60,12 @@ class Report:
         self.calls: list[Call] = []
         self.modules = {*map(module_of, graph.graph.nodes)}
         self.options = Options()
-        self.together = [self]  # with those of the parts of its graph, and of what it is a part of
-        self.called_with: Any = WeakTensorKeyDictionary()  # tensors of models
+        self.together = [self]  # the reports on one graph and its checkpointed parts
+        self.called_with: Any = WeakTensorKeyDictionary()  # tensors of models with which the graph was called
 
     @property
     def share(self) -> float:
-        """Of the products that are in pipelines."""
+        """The share of the graph's products that are in pipelines; 1 without products."""
         return self.products_inside / self.products if self.products else 1.0
 
     def title(self) -> str:
@@ -73,14 +73,14 @@ class Report:
 
     def text(self) -> str:
         lines = [self.title()]
-        for at, (piece, call) in enumerate(itertools.zip_longest(self.pieces, self.calls)):  # none is made yet where `require` asks for more
+        for at, (piece, call) in enumerate(itertools.zip_longest(self.pieces, self.calls)):  # there are no calls yet if `require` is not met
             lines.append(f"  pipeline {at}: {', '.join(piece.ops)}{'' if call is None else call.kept()}")
             lines += [f"    {row:<34} {' | '.join(map(str, origins))}" for row, origins in piece.rows]
         lines += [f"  left: {row} of {origin}: {reason}" for row, origin, reason in self.left]
         return "\n".join(lines)
 
     def html(self) -> str:
-        """The model's lines beside what became of them, and behind each pipeline its plan."""
+        """The report as HTML: lines of the model's source beside their pipelines, and the plan of each pipeline."""
         parts = [f"<h3>{html.escape(self.title())}</h3>"]
         for at, (piece, call) in enumerate(zip(self.pieces, self.calls, strict=True)):
             boxes = " &rarr; ".join(f"<b>{html.escape(op)}</b>" for op in piece.ops)
@@ -97,18 +97,18 @@ class Report:
 
 
 def products_of(graph: GraphModule, terms: Terms) -> list[Node]:
-    """The nodes that multiply by a weight, but for those that compute a part of one, such as a product of the factors of an adapter."""
+    """The nodes that multiply by a weight, without those that compute a weight, such as the product of the factors of an adapter."""
     made = {node: inside for node in graph.graph.nodes if (inside := _inside_weight(node, terms)) is not None}
     parts = set().union(*made.values())
     return [node for node in made if node not in parts]
 
 
 def _inside_weight(node: Node, terms: Terms) -> set[Node] | None:
-    """What computes the weight that a node multiplies by; None where it does not, or its weight depends on what the model is called with."""
+    """The nodes that compute the weight of a product; None if the node is no product, or its weight depends on arguments of the model."""
     if node.op not in ("call_function", "call_method") or terms.same(node) is not node:
         return None
     term = terms.of(node)
-    if term is None or term.kind not in PRODUCTS or term.covers:  # the product whose rows are laid flat is a node of its own
+    if term is None or term.kind not in PRODUCTS or term.covers:  # the node of the flattened product counts instead
         return None
     weight = term.inputs[1]
     if not isinstance(weight, Node) or weight.op in ("placeholder", "get_attr"):
@@ -130,10 +130,10 @@ def _origin(node: Node) -> Origin:
 
 
 def told(model: torch.nn.Module, format: str) -> str:
-    """What `tandem.explain` says of a compiled model; empty where the backend has seen no graph of it."""
+    """The report of `tandem.explain` on a compiled model; empty if the backend has seen no graph of it."""
     reports = [*reports_of(model)]
     if not any(report.products or report.pieces for report in reports) and any(True for _ in runs_inside(model)):
-        return ""  # all that there is to tell is of modules of this library
+        return ""  # the model has only pipelines of modules of this library, which `explain` reports itself
     if not reports or format == "text":
         skipped = [f"left: what {model._get_name()} calls itself: {SKIPPED}"] if reports and is_skipped(model) else []
         return "\n".join([*(report.text() for report in reports), *skipped, *_names_of_no_module(model, reports)])
@@ -146,26 +146,26 @@ def told(model: torch.nn.Module, format: str) -> str:
 
 
 def _names_of_no_module(model: torch.nn.Module, reports: Sequence[Report]) -> list[str]:
-    """What is wrong with `exclude`, by the modules of the model and those that graphs have seen: a wrapper has other names."""
+    """Messages for names in `exclude` that match no module of the model or of its graphs. Graphs count too, as a wrapper has other paths."""
     parts = [name.split(".") for report in reports for name in report.modules]
     seen = {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)} | {name for name, _ in model.named_modules()}
     return [*dict.fromkeys(text for report in reports for text in report.options.names_of_no_module(seen))]
 
 
 def note(graph: GraphModule, report: Report) -> None:
-    """Keeps a report as long as the compiled graph."""
+    """Attaches a report to its graph, so that it lives as long as the compiled graph."""
     graph.__dict__["_tandem_report"] = report
     _graphs.add(graph)
 
 
 def warn_of_high_precision(reports: Sequence[Report], options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:
-    """Tells once for each compiled model that a recipe was given and products are left, but for those that `exclude` or the recipe leaves.
+    """Warns once for each compiled model of products outside of pipelines that the recipe should quantize. Excluded products do not count.
 
     Args:
-        reports: of the parts of a graph and of itself.
-        options: those of the model.
-        inputs: what the graph is called with first.
-        given: what the options were read from, one mapping for all graphs of a compiled model.
+        reports: the reports on the checkpointed parts of a graph and on the graph.
+        options: the options of the model.
+        inputs: example operands of the graph.
+        given: the mapping that the options were read from, one object for all graphs of a compiled model.
     """
     left = [each for report in reports for each in report.products_left if not options.excludes(each[0]) and options.recipe_of(each[0]) is not None]
     if not left or id(given) in [*_warned.values()]:
@@ -181,13 +181,13 @@ def warn_of_high_precision(reports: Sequence[Report], options: Options, inputs: 
 
 
 def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report], options: Options) -> Callable[..., Any]:
-    """What calls a graph, and notes whose it is, where it has no pipelines with parameters, which know.
+    """A function that runs a graph and notes the model's tensors that it is called with; `run` itself if pipelines note their parameters already.
 
     Args:
-        run: what calls it.
+        run: the function that runs the graph.
         graph: the graph.
-        reports: of its parts and of itself.
-        options: those that they were compiled with.
+        reports: the reports on the checkpointed parts of the graph and on the graph.
+        options: the options of the model.
     """
     called_with = reports[-1].called_with
     for report in reports:
@@ -205,7 +205,7 @@ def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report], o
 
 
 def reports_of(model: torch.nn.Module) -> Iterator[Report]:
-    """Of the graphs that were called with tensors of a model, in the order in which they were compiled."""
+    """The reports on graphs that were called with tensors of a model, in the order in which they were compiled."""
     own = _tensors(model)
     reports = [graph.__dict__["_tandem_report"] for graph in list(_graphs)]
     for report in sorted(reports, key=lambda report: report.number):
@@ -215,14 +215,14 @@ def reports_of(model: torch.nn.Module) -> Iterator[Report]:
 
 
 def pipelines_of(model: torch.nn.Module) -> Iterator[ops.Sequential]:
-    """The pipelines that calls of a model have made, each once."""
+    """The pipelines that calls of a model have created, each once."""
     own = _tensors(model).keys()
     found = {id(made): made.pipeline for report in reports_of(model) for call in report.calls for key, made in list(call.made.items()) if own & {*key}}
     yield from found.values()
 
 
 def _tensors(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """The parameters and buffers of a model by identity, and where `fully_shard` shards it the whole ones that its graphs are called with."""
+    """The parameters and buffers of a model by identity. With `fully_shard` the unsharded parameters, with which its graphs are called, are included."""
     found = [*model.parameters(), *model.buffers()]
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         from torch.distributed.fsdp import FSDPModule

@@ -1,4 +1,4 @@
-"""Runs what of a graph is in no pipeline."""
+"""Runs a graph with pipelines: the nodes between them eagerly, or compiled by Inductor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.fx.passes.split_module import split_module
 from tandem.backend.normalise import changes_state, value_of
 from tandem.backend.place import is_call, is_result_of_call
 
-_FEW = 2  # operations that are not worth a compiled piece of their own
+_FEW = 2  # a piece of at most so many operations is not worth compiling
 
 
 def runner(graph: GraphModule, compiler: str) -> Callable[..., Any]:
-    """What calls the graph: as it is, or with the pieces between pipelines compiled by Inductor.
+    """A function that runs the graph.
 
     Args:
-        graph: with pipelines in it.
-        compiler: "eager" or "inductor".
+        graph: a graph that calls pipelines.
+        compiler: "eager": nodes between pipelines run as they are; "inductor": Inductor compiles the pieces between pipelines.
     """
     if compiler == "eager":
         return graph.forward
@@ -32,12 +32,12 @@ def runner(graph: GraphModule, compiler: str) -> Callable[..., Any]:
 
 
 def _pieces(graph: GraphModule) -> dict[Node, int]:
-    """The number of the piece to which each node belongs. Pipelines, what changes the state of what follows, and what Inductor does not take are pieces of
-    their own."""
+    """The number of the piece to which each node belongs. A call of a pipeline, a node that changes state and a node that Inductor cannot compile are each a
+    piece."""
     numbers: dict[Node, int] = {}
     number, is_alone = 0, False
     for node in graph.graph.nodes:
-        if not is_result_of_call(node, graph):  # else it belongs to the call in front of it
+        if not is_result_of_call(node, graph):  # a result belongs to the piece of its call
             alone = is_call(node, graph) or changes_state(node) or _has_symbol(node)
             number += alone or is_alone
             is_alone = alone
@@ -46,7 +46,7 @@ def _pieces(graph: GraphModule) -> dict[Node, int]:
 
 
 def _has_symbol(node: Node) -> bool:
-    """Whether a node makes or reads a float that is a symbol, which Dynamo holds in a tensor; outside Dynamo, Inductor compiles none."""
+    """Whether a node returns or reads a float symbol. Dynamo passes it in a tensor, and Inductor cannot compile it outside of Dynamo."""
     return any(isinstance(value_of(each), torch.SymFloat) for each in (node, *node.all_input_nodes))
 
 

@@ -1,7 +1,7 @@
-"""The table: what a model may have written, and the ops of `tandem.ops` that compute it.
+"""The table of rows: formulas that models contain, and the ops of `tandem.ops` that compute them.
 
-A row is a formula over terms and what it becomes. It is used where the pipeline computes what the graph computes up to the rounding of the dtype: a step of
-a pipeline rounds once, so a row whose formula rounds in between, where the author wrote a cast, is refused and says so, unless the op rounds there too.
+A row applies only if the pipeline computes what the graph computes up to the rounding of the dtype. A step of a pipeline rounds once; a formula that
+rounds in between, because its author wrote a cast, is therefore refused with that reason, unless the op rounds there too.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from tandem.backend.patterns import Bound, Call, Columns, Either, Number, Patter
 
 
 class Weight(NamedTuple):
-    """What a parameter of an op is at each call."""
+    """The node that is a parameter of an op at each call."""
 
-    node: Node | None  # None: there is none, and the op's own neutral value stands in
-    transposed: bool = False  # as it lies in the graph
+    node: Node | None  # None: the formula has no such parameter, and the op gets a neutral value
+    transposed: bool = False  # whether the node is the transpose of the parameter
 
 
 class Op(NamedTuple):
-    """An op of a pipeline: how it is made, and what stands for its parameters and extra inputs."""
+    """An op of a pipeline: its class and options, and the nodes that are its parameters and extra inputs."""
 
     make: Callable[..., torch.nn.Module]
     options: dict[str, Any] = {}
     weights: tuple[tuple[str, Weight], ...] = ()
     extras: tuple[Node, ...] = ()
-    has_ends: bool = False  # the extra input holds ends of groups, where the op takes their sizes
+    has_ends: bool = False  # whether the extra input holds ends of groups, while the op takes sizes of groups
 
     def made(self) -> torch.nn.Module:
-        """The op, whose parameters come with each call."""
+        """A new op. Its parameters are on the meta device, as each call passes them."""
         return self.make(**self.options, **({"device": "meta"} if self.weights else {}))
 
     def refusal(self) -> str | None:
-        """Why the op cannot be made."""
+        """The reason why the op cannot be created, or None."""
         try:
             self.made()
         except (NotImplementedError, TypeError, ValueError) as error:
@@ -50,19 +50,19 @@ class Op(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A formula, and what becomes of it: ops in order, or the reason why it cannot be."""
+    """A formula, and a function that returns its ops in order, or the reason why it has none."""
 
     name: str
     pattern: Pattern
     ops: Callable[[Bound], tuple[Op, ...] | str]
-    read_inside: str | None = None  # the reason where others read what lies inside; None: it is not even told
+    read_inside: str | None = None  # the reason to report if other nodes read values inside the formula; None: it is not reported
 
 
 x, other = Var("x"), Var("other")
 
 
 def product(bound: Bound, prefixes: tuple[str, ...] = ("",)) -> tuple[Op, ...] | str:
-    """One product with the rows of all weights, one behind the other."""
+    """One product whose weight has the rows of all weights, one after the other, or the reason why there is none."""
     weights = [bound[f"{prefix}weight"] for prefix in prefixes]
     biases = [bound.get(f"{prefix}bias") for prefix in prefixes]
     transposed = bool(bound.get("transposed"))
@@ -75,7 +75,7 @@ def product(bound: Bound, prefixes: tuple[str, ...] = ("",)) -> tuple[Op, ...] |
     dtypes = {value_of(each).dtype for each in (*weights, *biases) if each is not None}
     if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64, torch.bfloat16, torch.float16}:
         return f"its operands have dtypes {', '.join(sorted(map(str, dtypes)))}"
-    has_bias = any(bias is not None for bias in biases)  # then those without one have zeros
+    has_bias = any(bias is not None for bias in biases)  # parts without a bias get zeros
     options = {"in_features": columns, "out_features": sum(rows), "bias": has_bias, "dtype": dtypes.pop()}
     parts = [""]
     if len(weights) > 1:
@@ -103,7 +103,7 @@ def _norm(bound: Bound, make: type, **options: Any) -> tuple[Op, ...] | str:
     if any(each is not None and (tuple(value_of(each).shape) != (size,) or value_of(each).dtype != value.dtype) for each in (weight, bias)):
         return "its weight has another size or dtype than the rows"
     eps = bound.get("eps")
-    if eps is None:  # torch's default is that of the dtype in which it computes
+    if eps is None:  # torch's default is the epsilon of the dtype in which it computes
         eps = torch.finfo(torch.float64 if value.dtype == torch.float64 else torch.float32).eps
     if eps < 0:
         return "its eps is negative"
@@ -130,7 +130,7 @@ def _sum(bound: Bound) -> tuple[Op, ...] | str:
 
 
 def _loss(bound: Bound) -> tuple[Op, ...] | str:
-    """The product that makes the logits, and their cross entropy."""
+    """The op for the product that computes logits and for their cross entropy, or the reason why there is none."""
     made = product(bound)
     if isinstance(made, str):
         return made
@@ -138,7 +138,7 @@ def _loss(bound: Bound) -> tuple[Op, ...] | str:
     targets, class_weight = value_of(bound["target"]), bound["class_weight"]
     if targets.dtype != torch.int64:
         return f"its targets are {targets.dtype}, not numbers of classes"
-    if targets.dim() > 1:  # of logits with 3 dimensions or more, torch takes dimension 1
+    if targets.dim() > 1:  # with 3 or more dimensions, torch's classes are dimension 1 of the logits
         return "its classes are not the last dimension of its logits"
     if bound["size_average"] is not None or bound["reduce"] is not None:
         return "it says by size_average or reduce, which torch has deprecated, how it is reduced"

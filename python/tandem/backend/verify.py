@@ -1,4 +1,4 @@
-"""Compares a pipeline with the part of the graph whose place it takes."""
+"""Compares a pipeline with the part of the graph that it replaces."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tandem.backend.normalise import computed_of
 
-# Of the largest element: what a pipeline, which rounds each step once, and the graph, which rounds each operation, may differ by.
+# Allowed difference relative to the largest element: a pipeline rounds once per step, the graph once per operation.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-_NOISE = 16  # roundings of the largest gradient
+_NOISE = 16  # allowed difference in units of rounding of the largest gradient
 _ADVICE = "Exclude its module, and report the model."
 _DROPOUTS = (torch.nn.functional.dropout, torch.dropout)
 
 
 class Reference:
-    """The nodes of a graph that compute `outs` of `operands`, and of nodes `beside` these, such as sizes that are symbols."""
+    """The nodes of a graph that compute `outs` from `operands` and from other nodes `beside`, such as sizes that are symbols."""
 
     def __init__(self, told: str, operands: Sequence[Node], outs: Sequence[Node], depends: Callable[[Node], bool]) -> None:
-        """`depends`: whether a node is an operand or of the region, or is computed of such."""
+        """`depends`: whether a node is an operand or a node of the region, or is computed from one."""
         self.told = told
-        self.kept: dict[int, int] = {}  # by their addresses, bytes that the graph has kept for backward
+        self.kept: dict[int, int] = {}  # bytes of each storage that the graph kept for backward, by address
         needed = {*computed_of(outs, lambda node: _reads(node) if depends(node) and node not in operands else ())}
         between = [node for node in outs[0].graph.nodes if node in needed and node not in operands]
         self.beside = [node for node in between if not depends(node)]
         graph, copies = Graph(), {}
-        for at, operand in enumerate((*operands, *self.beside)):  # one may be an operand twice
+        for at, operand in enumerate((*operands, *self.beside)):  # a node may be several operands
             copies[operand] = graph.placeholder(f"operand_{at}")
         for node in between:
             if node.target in _DROPOUTS:
@@ -42,15 +42,15 @@ class Reference:
         self.graph = GraphModule(torch.nn.Module(), graph)
 
     def compare(self, call: Callable[..., Any], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], beside: Sequence[Any]) -> None:
-        """Raises AssertionError where a result or a gradient of a pipeline differs by more than the rounding of its dtype.
+        """Raises AssertionError if a result or a gradient of a pipeline differs by more than the rounding of its dtype.
 
         Args:
-            call: the results that the pipeline makes of `given`.
-            given: its operands but for the weights.
+            call: a function that runs the pipeline on operands like `given`.
+            given: the operands without the weights.
             weights: the weights.
-            beside: what `beside` names.
+            beside: the values of the nodes `self.beside`.
         """
-        # What is around the call neither sees what is computed and saved here, such as a checkpoint that counts it, nor draws other numbers for it.
+        # Contexts of the caller, such as a checkpoint that counts saved tensors, must not see this run, nor may it change their random numbers.
         with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given}
             copies |= {id(tensor): tensor for tensor in weights if id(tensor) in copies}  # a weight that is an operand too has one gradient
@@ -59,7 +59,7 @@ class Reference:
             has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))
             results = call(*operands)
             results = results if isinstance(results, tuple) else (results,)
-            own = (*[operand.clone() for operand in operands], *weights)  # no leaves: the graph may write to them
+            own = (*[operand.clone() for operand in operands], *weights)  # clones are no leaves, so the graph may write to them
             with torch.autograd.graph.saved_tensors_hooks(partial(self._keep, {id(tensor) for tensor in own}), _same):
                 expected = self.graph(*own, *beside)
             for at, (result, wanted) in enumerate(zip(results, expected, strict=True)):
@@ -70,14 +70,14 @@ class Reference:
             wanting = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
             seeds = [torch.randn_like(result) for result in results]
             gradients = _grads(expected, seeds, wanting)
-            # Sums that are zero but for their roundings, such as the gradient of a key's bias, are measured by the largest gradient.
+            # Gradients that are exactly zero but for rounding, such as that of a key's bias, are compared relative to the largest gradient.
             noise = max((_NOISE * torch.finfo(_rounds_to(each)).eps * _largest(each) for each in gradients if each is not None), default=0.0)
             for name, result, wanted in zip(wanting, _grads(results, seeds, wanting), gradients, strict=True):
                 if wanted is not None or result is not None:
                     self._check(f"the gradient of {name}", result, wanted, noise)
 
     def _keep(self, given: set[int], tensor: torch.Tensor) -> torch.Tensor:
-        """Notes what the graph keeps for backward, operands aside."""
+        """Notes a tensor that the graph keeps for backward, unless it is an operand."""
         base = tensor if tensor._base is None else tensor._base
         if id(base) not in given:
             self.kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -88,7 +88,7 @@ class Reference:
             raise AssertionError(f"{self.told}: expected {what} as the graph computes it, {_kind(wanted)}, got {_kind(result)}. {_ADVICE}")
         difference = (result.detach().double() - wanted.detach().double()).abs().nan_to_num(0.0)
         largest = _largest(wanted)
-        tolerance = max(self.tolerance, _TOLERANCES[_rounds_to(wanted)])  # the graph may cast to a wider dtype what it has rounded
+        tolerance = max(self.tolerance, _TOLERANCES[_rounds_to(wanted)])  # the graph may cast a rounded value to a wider dtype
         if not torch.equal(result.isnan(), wanted.isnan()) or (wanted.numel() and difference.max().item() > max(tolerance * max(largest, 1e-6), noise)):
             raise AssertionError(
                 f"{self.told}: expected {what} within {tolerance:g} of its largest element, {largest:.4g}, of what the graph computes, "
@@ -120,5 +120,5 @@ def _grads(results: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], wanti
 
 
 def _reads(node: Node) -> list[Node]:
-    """What a node is computed of, where dropout drops nothing."""
+    """The nodes from which a node is computed; for a dropout, which drops nothing here, its x alone."""
     return [next(iter(node.args), node.kwargs.get("input"))] if node.target in _DROPOUTS else node.all_input_nodes
