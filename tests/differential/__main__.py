@@ -1,6 +1,6 @@
 """python -m differential [options] [CASE ...]     CASE is a seed ("eager:17", "compiled:17") or the text of a case.
 
-Without a case: a campaign. Run it in the folder `tests`, or with it on PYTHONPATH.
+Without a case it runs a campaign. Run it in the folder `tests`, or with that folder on PYTHONPATH.
 """
 
 from __future__ import annotations

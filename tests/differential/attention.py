@@ -1,7 +1,7 @@
 """python -m differential.attention [--cases N] [--first SEED] [SEED ...]
 
-Random calls of `MultiheadAttention`, whole and in pieces with a cache, against plain float64 operations: masks, memory layouts, heads, norms of queries
-and keys, rotary embedding, dtypes. One integer gives one case. What is wrong is printed with its seed, which runs it again. Run it in the folder `tests`.
+Compares random calls of `MultiheadAttention`, whole and in pieces with a cache, with torch's float64 operations: masks, memory layouts, heads, norms of
+queries and keys, rotary embedding, dtypes. One integer is the seed of one case. Each wrong case is printed with its seed. Run it in the folder `tests`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import tandem
 from differential.case import DTYPES, Case, text_of
 
-NEAR = {"f64": 1e-10, "f32": 3e-5, "f16": 1.5e-2, "bf16": 1e-1}  # distance relative to the norm of what is right
-FLOAT32 = 3e-5  # of float64 that goes through angles, which are float32
+NEAR = {"f64": 1e-10, "f32": 3e-5, "f16": 1.5e-2, "bf16": 1e-1}  # allowed distance relative to the norm of the expected tensor
+FLOAT32 = 3e-5  # allowed distance with rotary embedding, whose angles are float32 also for float64
 MODES = {"none": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
 MASKED = ("padding", "padding_causal", "arbitrary")
 
@@ -28,7 +28,7 @@ MASKED = ("padding", "padding_causal", "arbitrary")
 def generate(seed: int) -> Case:
     r = random.Random(f"attention {seed}")
     groups, norm_of_heads = r.choice((1, 1, 2, 3)), r.choice((None, None, "RMSNorm", "LayerNorm", "L2Normalization"))
-    channels = r.choice((6, 8, 16) if norm_of_heads == "LayerNorm" else (2, 4, 6, 8, 16))  # of two features a LayerNorm gives signs alone
+    channels = r.choice((6, 8, 16) if norm_of_heads == "LayerNorm" else (2, 4, 6, 8, 16))  # a LayerNorm of two features returns only their signs
     heads = groups * r.choice((1, 1, 2, 3))
     mask_type = r.choice(("causal", "causal", "causal_bottom_right", "no_mask", *MASKED))
     own = ("bool", "float") if mask_type in MASKED else (None,) if mask_type == "no_mask" else (None, None, "bool", "float")
@@ -58,7 +58,7 @@ def generate(seed: int) -> Case:
 
 
 def laid(t: torch.Tensor, r: random.Random) -> torch.Tensor:
-    """The numbers of `t` as a view of memory with dimensions in any order, gaps of NaN, and any stride where there is one element."""
+    """The values of `t` in memory with dimensions in random order, gaps of NaN, and random strides for dimensions of size 1."""
     if r.random() < 0.3:
         return t.clone()
     order = r.sample(range(t.dim()), t.dim())
@@ -84,7 +84,7 @@ def _normed(t: torch.Tensor, kind: str | None, eps: float, weight: torch.Tensor 
 
 
 def _rotated(t: torch.Tensor, case: Case, shift: float) -> torch.Tensor:
-    """Each pair of features is a complex number; t is [batch, sequence, heads, features]."""
+    """Rotary embedding of t [batch, sequence, heads, features], computed pair by pair as a product of complex numbers."""
     how = case["rotary"]
     length, count = case["length"], int(case["channels"] * how["percent"])
     positions = torch.arange(length, dtype=torch.float64) + shift
@@ -100,7 +100,7 @@ def _rotated(t: torch.Tensor, case: Case, shift: float) -> torch.Tensor:
 
 
 def expected(case: Case, x: torch.Tensor, p: dict[str, torch.Tensor], mask: torch.Tensor | None, ends: list[int], constant: int) -> torch.Tensor:
-    """y [batch, sequence, features]. A row sees no key from the end of its piece on; keys before `constant` get no gradient."""
+    """y [batch, sequence, features] in float64. A query sees keys before the end of its piece only; keys before `constant` get no gradient."""
     heads, groups, channels = case["heads"], case["groups"], case["channels"]
     at = "layernorm_qkv." if case["norm"] else "qkv."
     if case["norm"]:
@@ -136,7 +136,7 @@ def expected(case: Case, x: torch.Tensor, p: dict[str, torch.Tensor], mask: torc
 
 
 def check(case: Case) -> str | None:
-    """What is wrong with a case."""
+    """A text that says what is wrong with the result or a gradient of a case, or None."""
     r, generator = random.Random(f"memory {case['seed']}"), torch.Generator().manual_seed(case["seed"])
     dtype, length, batch = DTYPES[case["d"]], case["length"], case["batch"]
     draw = lambda *sizes: torch.randn(sizes, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -175,7 +175,7 @@ def check(case: Case) -> str | None:
     own = torch.autograd.grad(actual[:, constant:], [*leaves.values()], laid(grad, r), allow_unused=True)
     theirs = torch.autograd.grad(right[:, constant:], [*copies.values()], grad.double(), allow_unused=True)
     theirs = [torch.zeros_like(t) if g is None else g for g, t in zip(theirs, copies.values(), strict=True)]
-    size = max(g.square().mean().sqrt().item() for g in theirs)  # what cancels, as that of the only key, is near in this measure
+    size = max(g.square().mean().sqrt().item() for g in theirs)  # gradients that cancel, as that of an only key, are compared relative to the others
     for name, a, b in zip(leaves, own, theirs, strict=True):
         if not _is_near(torch.zeros_like(b) if a is None else a, b, 4 * near, size):
             return f"the gradient of {name} is off by {_distance(a, b, size):.2g}"
@@ -196,14 +196,14 @@ def _mask(case: Case, draw: Any, r: random.Random) -> torch.Tensor | None:
 
 
 def _called(case: Case, made: Any, x: torch.Tensor, mask: torch.Tensor | None, freqs: Any, r: random.Random) -> torch.Tensor:
-    """y of the module [batch, sequence, features]: of one call, or of one for each piece."""
+    """y of the module, [batch, sequence, features], from one call or from one call for each piece."""
     turn = lambda t: t if case["form"] == "bshd" else t.transpose(0, 1)  # noqa: E731
     if "pieces" not in case:
         return turn(made(turn(x), mask, rotary_pos_emb=freqs, checkpoint_core_attention=case["again"]))
     batch, begin, outputs = case["batch"], 0, []
     cache = tandem.InferenceParams(batch + case["room"], case["length"] + case["at"])
     cache.batch_size_offset = min(case["at"], case["room"])
-    rows = list(range(batch))  # which sequence lies where in the cache
+    rows = list(range(batch))  # rows[i]: the sequence at index i of the cache
     for size, mode, swap in zip(case["pieces"], case["modes"], case["swap"], strict=True):
         part = mask
         if mask is not None:
@@ -233,13 +233,13 @@ def _is_near(a: torch.Tensor, b: torch.Tensor, near: float, size: float = 0.0) -
 
 
 def campaign(first: int, count: int) -> list[str]:
-    """The cases that are wrong, each with its text."""
+    """The texts of the wrong cases among `count` seeds from `first` on."""
     found, kinds = [], collections.Counter[str]()
     for seed in range(first, first + count):
         case = generate(seed)
         try:
             wrong = check(case)
-        except Exception as error:  # an error is no answer to a case
+        except Exception as error:  # every case is valid, so an error is wrong
             wrong = f"{type(error).__name__}: {str(error)[:200]}"
         kinds.update([case["d"], case["type"], f"mask {case['mask']}", f"norm of heads {case['qk']}", *({"rotary", "pieces"} & case.keys())])
         if wrong:

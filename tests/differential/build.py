@@ -1,4 +1,4 @@
-"""Makes the tensors and the modules of a case."""
+"""Builds the tensors and the modules of a case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layouts import laid
 
 
 class Tie(torch.nn.Module):
-    """A plain module between pipelines."""
+    """A module that is no op, so that it separates pipelines."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Tie(torch.nn.Module):
 
 @dataclass
 class Built:
-    """What runs a case: the module, its arguments, and the leaves by which gradients are compared."""
+    """A built case: the module, its arguments, and the leaves whose gradients are compared."""
 
     resolved: list[Case]
     module: ops.Sequential
@@ -38,11 +38,11 @@ class Built:
     leaves: list[torch.Tensor]  # x, extras and parameters, each tensor once
     names: list[str]
     modules: list[Any] = field(default_factory=list)  # by position in `resolved`
-    values: list[torch.Tensor] = field(default_factory=list)  # of the leaves, before anything has run
+    values: list[torch.Tensor] = field(default_factory=list)  # copies of the leaves from before the first call
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str, generator: torch.Generator) -> torch.Tensor:
-    """Values near 1 in size, in memory of the wanted layout. "wild": `layouts.laid`."""
+    """Random values of magnitude near 1 in memory of the given layout; `layouts.laid` describes "wild"."""
 
     def fresh(sizes: tuple[int, ...]) -> torch.Tensor:
         if not dtype.is_floating_point:
@@ -165,7 +165,7 @@ def build(case: Case) -> Built:
             _tie(op, resolved, modules)
         for name in op.get("frozen", ()):
             whole = {"w": "weight", "b": "bias"}[name]
-            for param in (getattr(module, whole, None), getattr(module, f"{whole}0", None)):  # of several groups the first
+            for param in (getattr(module, whole, None), getattr(module, f"{whole}0", None)):  # a GroupedLinear freezes its first group
                 if param is not None:
                     param.requires_grad_(False)
         if op.get("eval"):
@@ -179,7 +179,7 @@ def build(case: Case) -> Built:
     params = list(box.parameters())
     if case.get("params") == "wild":
         for param in params:
-            param.data = laid(param.data, generator, may_negate=False)  # with that bit they take another path, of other bits
+            param.data = laid(param.data, generator, may_negate=False)  # a negated parameter takes another path, which gives other bits
     x = _given(case["x"], params, None, generator)
     extras = [_given(extra, params, x, generator) for op in resolved for extra in op["extras"]]
     leaves, names = [], []
@@ -208,7 +208,7 @@ def _tie(op: Case, resolved: list[Case], modules: list[Any]) -> None:
 
 
 def _given(spec: Case, params: list[torch.Tensor], x: torch.Tensor | None, generator: torch.Generator) -> torch.Tensor:
-    """An argument: a new leaf, or a tensor that is somewhere else already."""
+    """An argument of a call: a new leaf, or x or a parameter of the same case."""
     if "v" in spec:
         return torch.tensor(spec["v"], dtype=DTYPES[spec["d"]])
     source = spec.get("from")

@@ -1,4 +1,4 @@
-"""Runs many cases in child processes, so that a crash names its case, and counts what came out."""
+"""Runs many cases in child processes, so that a crash can be traced to its case, and counts the verdicts."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from differential.compare import Verdict
 from differential.generate import generate
 from differential.shrink import shrink, signature
 
-CASES_PER_CHILD = {"eager": 400, "compiled": 40}  # programs are kept for as long as a process lives
+CASES_PER_CHILD = {"eager": 400, "compiled": 40}  # a process keeps compiled programs until it ends
 SECONDS_PER_CASE = {"eager": 20.0, "compiled": 120.0}
 
 
 def verdict_of(case: Case) -> Verdict:
-    """The verdict on a case; what the machine itself gets wrong counts as wrong."""
+    """The verdict on a case. An error in this package itself counts as wrong."""
     from differential.check import check
 
     try:
         return check(case)
     except cases.Invalid:
         raise
-    except Exception as error:  # a fault of the reference, or of what is compared
+    except Exception as error:  # a fault of the reference or of the comparison
         where = traceback.extract_tb(error.__traceback__)[-1]
         return Verdict("wrong", f"{type(error).__name__} in {os.path.basename(where.filename)}:{where.lineno}: {str(error)[:160]}")
 
@@ -51,7 +51,7 @@ def labels(case: Case) -> list[str]:
 
 @dataclass
 class Count:
-    """What a campaign has found."""
+    """Counts of the verdicts of a campaign, and its failures."""
 
     statuses: collections.Counter = field(default_factory=collections.Counter)
     modes: collections.Counter = field(default_factory=collections.Counter)
@@ -73,7 +73,7 @@ class Count:
 
 
 def _child(named: list[tuple[str, Case]], out: int) -> None:
-    """Judges cases one after another; a line before and a line after each."""
+    """Judges cases in order, and writes a line before and a line after each."""
     import torch
 
     torch.set_num_threads(1)
@@ -89,7 +89,7 @@ def _child(named: list[tuple[str, Case]], out: int) -> None:
 
 
 def in_child(named: list[tuple[str, Case]], seconds: float) -> Iterator[tuple[int, Verdict]]:
-    """Verdicts by position, from a forked process; ends early, with a crash, where it dies or hangs."""
+    """Pairs of the index of a case and its verdict, from a forked process. If that dies or hangs, the last verdict is "crashed"."""
     read, write = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -135,7 +135,7 @@ def in_child(named: list[tuple[str, Case]], seconds: float) -> Iterator[tuple[in
 
 
 def judge_alone(case: Case, seconds: float = 120.0) -> Verdict:
-    """One verdict from a process of its own."""
+    """The verdict on one case from a process that runs no other."""
     for _, verdict in in_child([("", case)], seconds):
         return verdict
     return Verdict("crashed", "no answer")
@@ -177,7 +177,7 @@ def seeds(first: int, kind: str, how_many: int | None = None) -> Iterator[tuple[
 
 
 def found_before() -> list[tuple[str, Case]]:
-    """The cases that have failed, each with the comment above it as its name."""
+    """The cases in found.txt, which have failed before, each with the comment above it as its name."""
     named, comment = [], ""
     for line in (Path(__file__).parent / "found.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):

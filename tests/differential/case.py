@@ -1,8 +1,8 @@
-"""A case: what one differential test runs, as a literal of Python. Its text is the repro.
+"""A case: the description of one differential test as a literal of Python. Its text reproduces a failure.
 
     {"x": {"s": (3, 8), "d": "f32"}, "ops": [{"k": "linear", "out": 4}, {"k": "gelu"}], "mode": {"run": "compile"}, "seed": 7}
 
-Whatever is left out has a default, and sizes follow from what comes before, so that a case stays one when ops or keys are dropped.
+Missing keys have defaults, and sizes follow from the ops before, so that most cases stay valid when ops or keys are dropped.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ DTYPES = {
     "i32": torch.int32,
     "u8": torch.uint8,
 }
-# Kinds of ops by what they do to the last dimension and to shapes; a kind of "py_..." is a class of python_ops.py.
+# Kinds of ops by their effect on shapes; a kind "py_..." is a class of python_ops.py.
 KEEPS_SHAPE = {"bias", "rms", "ln", "gelu", "silu", "relu", "qgelu", "srelu", "identity", "quantize", "scale", "dropout", "add", "modulate", "make", "s_srelu", "l2"}
 HALVES = {"swiglu", "geglu", "glu", "qgeglu", "reglu", "sreglu", "situ", "clamped", "s_swiglu", "s_situ", "s_clamped"}  # "il": columns of a block
-SCALED = {"s_srelu", "s_swiglu", "s_situ", "s_clamped"}  # times a number per row
+SCALED = {"s_srelu", "s_swiglu", "s_situ", "s_clamped"}  # these multiply each row by a number
 WITH_PARAMS = {"linear", "basic", "grouped", "bias", "rms", "ln", "py_weighted", "py_child", "py_buffer"}
 PLAIN = {"nn_tanh", "nn_neg", "nested"}
 
 
 class Invalid(Exception):
-    """The text is no case: what a shrinker dropped was needed."""
+    """The text is no valid case, such as after a shrinker dropped a key that was needed."""
 
 
 def parse(text: str) -> Case:
@@ -46,7 +46,7 @@ def text_of(case: Case) -> str:
 
 
 def resolve(case: Case) -> list[Case]:
-    """The ops with all that follows from others: sizes of parameters, shapes of extra tensors, channels, shared modules."""
+    """The ops with everything that follows from other ops: sizes of parameters, shapes of extra tensors, channels, shared modules."""
     shape = tuple(case["x"]["s"])
     resolved: list[Case] = []
     channels: dict[str, tuple[int, ...]] = {}
@@ -59,7 +59,7 @@ def resolve(case: Case) -> list[Case]:
             op = _shared(op, resolved)
         kind = op["k"]
         if kind in PLAIN:
-            channels, written = {}, set()  # they end at modules that are no ops
+            channels, written = {}, set()  # channels end at modules that are no ops
         if kind in ("linear", "basic"):
             _need(len(shape) >= 1)
             op["in"] = shape[-1]
@@ -102,7 +102,7 @@ def _shared(op: Case, resolved: list[Case]) -> Case:
 
 
 def _wire(op: Case, shape: tuple[int, ...], channels: dict, written: set) -> None:
-    """Which extra tensors an op takes from the caller, what it reads from and writes to channels, what the caller gets."""
+    """Notes the extra tensors that an op takes from the caller, its channels, and its extra outputs to the caller."""
     kind = op["k"]
     op["extras"], op["outputs"] = [], []
     if kind == "grouped":
@@ -136,14 +136,14 @@ def _wire(op: Case, shape: tuple[int, ...], channels: dict, written: set) -> Non
 
 
 def shared_out(rows: int, parts: tuple[int, ...], behind: int) -> tuple[int, ...]:
-    """Rows for groups in these proportions, `behind` of them for none."""
+    """Numbers of rows of the groups in the proportions `parts`, with a share `behind` of rows after the last group."""
     total = max(sum(parts) + behind, 1)
     ends = [rows * sum(parts[:n]) // total for n in range(len(parts) + 1)]
     return tuple(last - first for first, last in zip(ends, ends[1:], strict=False))
 
 
 def _smaller(shape: tuple[int, ...], how: int) -> tuple[int, ...]:
-    """A shape that broadcasts to `shape`: without its first dimensions (1), or with one of 1 in their place (2)."""
+    """A shape that broadcasts to `shape`: its last dimension alone (how=1), or with size 1 in the first dimension (how=2)."""
     if how == 0 or not shape:
         return shape
     return shape[-1:] if how == 1 else (1, *shape[1:])

@@ -1,4 +1,4 @@
-"""Runs one case in every way that it asks for, and judges it."""
+"""Runs one case in each mode that it names, and judges the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check(case: Case) -> Verdict:
     verdict = judge(built, case, outcome)
     if verdict.status == "wrong" and mode.get("backend") == "inductor" and any(map(_inductor_misreads, built.leaves)):
         return Verdict("skipped", "Inductor misreads rows of an operand")
-    negated = any(leaf.is_neg() for leaf in built.leaves)  # these take another path, on which sums have another order
+    negated = any(leaf.is_neg() for leaf in built.leaves)  # negated tensors take another path, with another order of sums
     if verdict.status == "right" and "budget" in mode and not negated:
         found = _same_bits(built, outcome, {**case, "mode": {key: value for key, value in mode.items() if key != "budget"}})
         if found.is_failure:
@@ -33,7 +33,7 @@ def check(case: Case) -> Verdict:
 
 
 def _inductor_misreads(operand: torch.Tensor) -> bool:
-    """Whether compiled code of torch alone takes other rows out of an operand: it does of [2, 1, 3, 33] with strides (100, 100, 1, 3)."""
+    """Whether Inductor reads wrong rows of an operand without Tandem, as it does for [2, 1, 3, 33] with strides (100, 100, 1, 3)."""
     x = operand.detach()
     if x.dim() < 3 or x.numel() == 0 or not x.is_floating_point():
         return False
@@ -45,9 +45,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _same_bits(built: Built, outcome: Outcome, unlimited: Case) -> Verdict:
-    """A memory budget changes no bit of an output or a gradient."""
+    """Checks that a memory budget changes no bit of an output or a gradient."""
     other = execute(build(unlimited), unlimited)
-    if other.error is not None or other.in_place_error is not None:  # what is kept may not be written; what runs again may
+    if other.error is not None or other.in_place_error is not None:  # a write into a kept value is refused, and a budget changes which values are kept
         return Verdict("right")
     names = [f"output {i}" for i in range(len(outcome.outputs))] + [f"gradient of {name}" for name in built.names]
     for name, one, two in zip(names, outcome.outputs + outcome.grads, other.outputs + other.grads, strict=False):
@@ -57,7 +57,7 @@ def _same_bits(built: Built, outcome: Outcome, unlimited: Case) -> Verdict:
 
 
 def _verified(case: Case) -> Verdict:
-    """What is right passes `verify` too, which then gives no false alarm."""
+    """Checks that `verify` gives no false alarm for a case that is right."""
     built = build(case)
     with user_fusions(case["mode"].get("fuse")), regions(case["mode"]):
         report = built.module.verify(built.x, *built.extras)
@@ -65,7 +65,7 @@ def _verified(case: Case) -> Verdict:
 
 
 def _check_against_itself(case: Case, verdict: Verdict) -> Verdict:
-    """Under a recipe: compiled against eager, and fused against unfused, as both round at the same places."""
+    """Compares, under a recipe, compiled with eager or fused with unfused results, which round at equal places."""
     mode = case["mode"]
     if any(op["k"] == "dropout" for op in case["ops"]) or mode.get("func") or mode.get("mut") is not None:
         return verdict
@@ -75,7 +75,7 @@ def _check_against_itself(case: Case, verdict: Verdict) -> Verdict:
         eager = {**case, "mode": {key: value for key, value in mode.items() if key not in ("run", "backend", "dynamic")}}
         other = build(case)
         second = execute(other, eager)
-        if second.error is not None and judge(other, eager, second) == Verdict("refused", UNWRITABLE):  # compiled code writes nothing
+        if second.error is not None and judge(other, eager, second) == Verdict("refused", UNWRITABLE):  # compiled code writes no argument
             return verdict
         found = compare_outcomes(built, case, first, second, "compiled against eager")
         return found if found.is_failure else verdict

@@ -1,7 +1,7 @@
 """Judges an outcome: right, refused as documented, refused wrongly, or wrong.
 
-How far a result may lie from float64: a few roundings of the coarsest dtype in the case, relative to the tensor's largest element; where it
-lies farther, at most SPREAD times as far as float64 runs with random roundings (reference.py) lie from the exact one.
+A result may differ from float64 by a few roundings of the coarsest dtype in the case, relative to the tensor's largest element. A larger difference
+is right if it is at most SPREAD times the difference between exact float64 runs and runs with random roundings (reference.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from differential.case import DTYPES, Case
 from differential.modes import Outcome
 from differential.reference import LARGEST_FLOAT16, UNIT, Reference, Valued
 
-ROUNDINGS = 4  # roundings of the coarsest dtype that need no further look: ops of a pipeline and their sums
-SPREAD = 8  # of the largest of SAMPLES noisy runs: their roundings are random, those of kernels need not be
-UNTOLD = 5  # elements of masks that are tried in all ways
-SAMPLES = (range(6), range(6, 80), range(80, 640))  # each where those before do not explain it: at kinks and between codes few runs tell little
+ROUNDINGS = 4  # a difference of so many roundings of the coarsest dtype is right without noisy runs
+SPREAD = 8  # factor of the largest difference of noisy runs: their roundings are random, while those of kernels may all have one sign
+UNTOLD = 5  # up to so many unknown elements of masks, all combinations are tried
+SAMPLES = (range(6), range(6, 80), range(80, 640))  # more runs follow if fewer do not explain a difference, as at kinks and between codes
 
 UNWRITABLE = "a tensor that an in-place sum may not write"
 
-# What the documentation says is refused: the condition on a case, and the text of the error.
+# Refusals that are documented: the condition on a case, and the text of the error.
 REFUSALS = [
     ("float64 under a recipe", r"expected float32, bfloat16 or float16 under a recipe, got float64"),
     ("an op without a composite form under torch.func", r"expected ops with a composite form under torch.func"),
@@ -42,7 +42,7 @@ REFUSALS = [
 
 @dataclass
 class Verdict:
-    """`status`: right, refused, skipped, wrong, refused wrongly, accepted, crashed."""
+    """`status` is right, refused, skipped, wrong, refused wrongly, accepted (torch raises, Tandem does not) or crashed."""
 
     status: str
     text: str = ""
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def _references(built: Built, mode: Case, outcome: Outcome, noise: int | None = None, masked: int = -1):
-    """Values and gradients of one evaluation of the reference."""
+    """One evaluation of the reference, and its results."""
     reference = Reference(built, mode, outcome.outputs or None, noise, masked)
     values = reference.run()
     return reference, values
@@ -113,7 +113,7 @@ def judge(built: Built, case: Case, outcome: Outcome) -> Verdict:
 
 
 def _judge_masks(built: Built, case: Case, outcome: Outcome, untold: int, found: Verdict) -> Verdict:
-    """Gradients tell what a dropout did to an element that is zero: one mask has to explain them all."""
+    """Judges with each possible mask of dropped elements that are zero: outputs do not show these, but gradients do, and one mask must explain all."""
     mode = case["mode"]
     if untold > UNTOLD:
         grads = []
@@ -133,7 +133,7 @@ def _judge_masks(built: Built, case: Case, outcome: Outcome, untold: int, found:
 def _judge_error(built: Built, case: Case, outcome: Outcome, reference: Reference) -> Verdict:
     mode, text = case["mode"], f"{type(outcome.error).__name__}: {outcome.error}"
     has_python = any(op["k"].startswith("py_") for op in built.resolved)
-    has_groups = mode.get("recipe") is not None and any(op["k"] == "grouped" for op in built.resolved)  # quantized ones have none
+    has_groups = mode.get("recipe") is not None and any(op["k"] == "grouped" for op in built.resolved)  # quantized groups have no composite form
     in_place = any(op.get("ip") and op["k"] == "add" for op in built.resolved)
     is_outside = not mode.get("inside") or mode.get("bw") == "thread"  # a region belongs to its thread
     outside = mode.get("run") in ("ckpt", "ckpt_re") and mode.get("recipe") is not None and is_outside
@@ -145,7 +145,7 @@ def _judge_error(built: Built, case: Case, outcome: Outcome, reference: Referenc
 
 
 def _factors(outcome: Outcome, mode: Case, count: int, aliased: bool) -> list[float]:
-    """What a later in-place product with 2 makes of each output."""
+    """The factor of each output after an in-place product of one of them with 2."""
     if mode.get("mut") is None:
         return [1.0] * count
     which = mode["mut"] % count
@@ -164,7 +164,7 @@ def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Refere
             return Verdict("wrong", f"output {i} has shape {tuple(output.shape)}, not {tuple(value.value.shape)}")
         expected.append((f"output {i}", output, value.value * factors[i]))
     has_python = any(op["k"].startswith("py_") for op in built.resolved)
-    may_require_more = has_python or mode.get("run") == "ckpt_re" or bool(mode.get("func"))  # all outputs of a node do
+    may_require_more = has_python or mode.get("run") == "ckpt_re" or bool(mode.get("func"))  # here all outputs of a node require a gradient if one does
     if differentiable:
         for i, (value, grad) in enumerate(zip(values, outcome.given, strict=True)):
             wanted = mode.get("give") is None or i in mode["give"]
@@ -190,7 +190,7 @@ def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Refere
 
 
 def _unexplained(expected: list, failed: list[int], spreads_of: Callable[[range], list[float]]) -> tuple[str, str] | None:
-    """The first of the `failed` that lies farther off than random roundings explain: its name and by how much."""
+    """The name and the difference of the first of the `failed` that random roundings do not explain, or None."""
     spreads = [0.0] * len(expected)
     for samples in SAMPLES:
         if not failed:
@@ -243,12 +243,12 @@ def _is_close(actual: torch.Tensor | None, wanted: torch.Tensor | None, bound: f
 
 
 def _least_of(dtype: torch.dtype) -> float:
-    """What rounding to the least numbers of a dtype may take away."""
+    """The largest error from rounding in the range of a dtype's subnormal numbers."""
     return 2 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def _least(built: Built) -> float:
-    """The same of the operands: gradients pass through their dtypes. Those of float16 are large, and left to the spread."""
+    """The largest such error of the operands' dtypes, through which gradients pass, without float16, whose large error the noisy runs cover."""
     return max((_least_of(leaf.dtype) for leaf in built.leaves if leaf.is_floating_point() and leaf.dtype != torch.float16), default=0.0)
 
 
@@ -258,7 +258,7 @@ def _unit(built: Built, mode: Case) -> float:
 
 
 def compare_outcomes(built: Built, case: Case, a: Outcome, b: Outcome, what: str) -> Verdict:
-    """Two ways of Tandem to run the same case: as near to each other as roundings leave them."""
+    """Judges two outcomes of one case, both of Tandem, which may differ by roundings only."""
     if (a.error is None) != (b.error is None):
         raised = a.error or b.error
         return Verdict("wrong", f"{what}: one raises {type(raised).__name__}: {str(raised)[:200]}")

@@ -1,4 +1,4 @@
-"""Random cases. One integer gives one case; `kind` is "eager" or "compiled"."""
+"""Random cases. A seed and a kind, "eager" or "compiled", determine one case."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate(seed: int, kind: str) -> Case:
     if r.random() < 0.04 and len(case["ops"]) > 1:
         r.choice([op for op in case["ops"] if op["k"] not in cases.PLAIN] or [{}])["hook"] = 1
     _limit_mode(r, case)
-    if r.random() < 0.02:  # large enough for the products that have a library of their own
+    if r.random() < 0.02:  # large enough for products that a matrix library computes
         case["x"]["s"] = (r.choice([64, 127, 200]), case["x"]["s"][-1])
         for op in case["ops"]:
             if "out" in op:
@@ -47,10 +47,10 @@ def generate(seed: int, kind: str) -> Case:
 
 
 def for_verify(r: random.Random, least: int, most: int) -> Case:
-    """A pipeline of `least` to `most` ops, for `verify`: none writes into an argument."""
+    """A case of `least` to `most` ops for `verify`, in which no op writes into an argument."""
     dtype = r.choice(["f32"] * 4 + ["f64", "bf16", "bf16", "f16"])
     has_python, sharing = r.random() < 0.15, r.random() < 0.2
-    mixed = r.random() < 0.2 and not has_python  # ops in Python have the dtype of their operands
+    mixed = r.random() < 0.2 and not has_python  # ops in Python return the dtype of their operands
     case: Case = {"x": _given(r, (*r.choice(ROWS), r.choice(WIDTHS)), dtype, mixed, "x"), "ops": [], "mode": {"verify": 1}, "seed": r.randint(0, 999)}
     _fill(r, case, r.randint(least, most), dtype, mixed, has_python, False, False, sharing)
     return case
@@ -95,7 +95,7 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
     kind = r.choice(PYTHON) if has_python and r.random() < 0.4 else r.choice(KINDS)
     if plain_between and r.random() < 0.15:
         kind = r.choice(["nn_tanh", "nn_neg", "nested"])
-    if kind == "ln" and shape and shape[-1] == 2:  # of two features nothing but a sign is left, and gradients that are roundings
+    if kind == "ln" and shape and shape[-1] == 2:  # a LayerNorm of two features returns only their signs, and gradients are mere roundings
         kind = "rms"
     op: Case = {"k": kind}
     if sharing and r.random() < 0.4:
@@ -123,7 +123,7 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
     elif kind in ("rms", "ln"):
         if r.random() < 0.3:
             op["eps"] = r.choice([1e-3, 1e-6, 0.1])
-        share = r.random()  # one draw for two options: a share has both
+        share = r.random()  # one draw for two options, so that some cases have both
         if share < 0.3:
             op["zc"] = 1
         if kind == "rms" and 0.2 < share < 0.5:
@@ -174,7 +174,7 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
 
 
 def _extra_of(r: random.Random, case: Case, resolved: list[Case], shape: tuple[int, ...], dtype: str, mixed: bool) -> Case:
-    """Where an extra input comes from: a channel, the caller, or a tensor that is somewhere else already."""
+    """The source of an extra input: a channel, a tensor of the caller, or x or a parameter of the same case."""
     names = [o["write"] for o in resolved if "write" in o]
     if names and r.random() < 0.7:
         return {"ch": r.choice(names)}
@@ -261,33 +261,33 @@ def _recipe(r: random.Random) -> Case:
 
 
 def _limit_mode(r: random.Random, case: Case) -> None:
-    """What cannot go together: a checkpoint runs forward twice, so nothing may be written in it; hooks see no functional calls."""
+    """Drops options that exclude each other: a checkpoint runs forward twice, so no op in it may write an argument; hooks do not see functional calls."""
     mode = case["mode"]
-    if mode.get("recipe", {}).get("kind") == "delayed":  # the state that a step leaves is that of the next one
+    if mode.get("recipe", {}).get("kind") == "delayed":  # a step changes the state, so no step may run twice
         mode.pop("func", None)
         if mode.get("bw") in ("retain", "batched"):
             mode.pop("bw")
         if mode.get("run") in ("ckpt", "ckpt_re"):
             mode.pop("run")
     in_place = any(op.get("ip") for op in case["ops"])
-    if mode.get("bw") == "batched":  # torch sums products of batched matrices in another order than those of forward
+    if mode.get("bw") == "batched":  # torch sums batched products in another order, which gives other bits
         mode.pop("budget", None)
     if "hooks" in mode and ("params" in case or any("l" in drawn for drawn in (case["x"], *case["ops"]))):
-        for key in ("budget", "verify"):  # what hooks give back has another layout, in which torch's operations give other bits
+        for key in ("budget", "verify"):  # hooks return tensors of another layout, for which torch's operations give other bits
             mode.pop(key, None)
-    if mode.get("run") == "compile" and in_place:  # compiled code writes nothing, so that less has to be kept
+    if mode.get("run") == "compile" and in_place:  # compiled code writes into no argument, so it needs a smaller budget
         mode.pop("budget", None)
     if mode.get("bw") == "batched" and any(op["k"] == "grouped" for op in case["ops"]):
-        mode.pop("bw")  # torch batches no products of lists of matrices
+        mode.pop("bw")  # torch cannot batch products of lists of matrices
     if "func" in mode and any("tie" in op for op in case["ops"]) and any("same" in op for op in case["ops"]):
-        mode.pop("func")  # torch.func leaves its tensor in a module that is listed twice and shares a parameter with another
+        mode.pop("func")  # torch.func does not restore the parameter of a module that is listed twice and shares it with another module
     if "func" in mode:
         for key in ("mut", "bw", "give", "ask", "grad", "warm", "fuse"):
             mode.pop(key, None)
         for op in case["ops"]:
             if op["k"] == "dropout":
                 op["p"] = 0.0
-    if "fuse" in mode:  # fusions in Python know nothing of recipes and of autocast; they are given what they fuse
+    if "fuse" in mode:  # fusions in Python ignore recipes and autocast; pairs of ops that they match are added
         mode.pop("recipe", None)
         mode.pop("ac", None)
         for _ in range(r.randint(1, 3)):
@@ -298,17 +298,17 @@ def _limit_mode(r: random.Random, case: Case) -> None:
         for key in ("mut", "bw", "give", "ask", "gl", "hooks"):
             mode.pop(key, None)
     if mode.get("mut") is not None or mode.get("run") or mode.get("func") or mode.get("grad") or any(op.get("ip") for op in case["ops"]):
-        mode.pop("verify", None)  # it has a backward of its own, and writes nothing
-    if mode.get("mut") is not None and mode.get("hooks") == "cpu":  # which keeps a CPU tensor itself, and no hook sees a later write
+        mode.pop("verify", None)  # `verify` runs its own backward, and no op may write into its arguments
+    if mode.get("mut") is not None and mode.get("hooks") == "cpu":  # save_on_cpu keeps a CPU tensor itself, so a later write would change it
         mode.pop("hooks")
     if mode.get("run") in ("ckpt", "ckpt_re"):
         mode.pop("mut", None)
         if "recipe" in mode and r.random() < 0.6:
-            mode["inside"] = 1  # the region
-        if mode["run"] == "ckpt_re":  # which knows no other backward
+            mode["inside"] = 1  # backward runs inside the region too
+        if mode["run"] == "ckpt_re":  # reentrant checkpoints support torch.autograd.backward only
             mode.pop("ask", None)
             mode["bw"] = "acc"
-        elif mode.get("bw") == "batched":  # under which torch draws no random numbers again
+        elif mode.get("bw") == "batched":  # torch cannot redraw random numbers under vmap
             mode.pop("bw")
 
 

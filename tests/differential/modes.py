@@ -1,4 +1,4 @@
-"""Runs a pipeline of Tandem in the mode of a case: outputs, and the gradients that were asked for."""
+"""Runs a pipeline of Tandem in the mode of a case, and returns outputs and the requested gradients."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from layouts import laid
 
 @dataclass
 class Outcome:
-    """What came out. `grads` are by position in the leaves, None where none was asked for or none came."""
+    """The results of a run. `grads` has one entry for each leaf; None: not requested, or autograd returned none."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     grads: list[torch.Tensor | None] = field(default_factory=list)
-    given: list[torch.Tensor | None] = field(default_factory=list)  # gradients given per output; float64
+    given: list[torch.Tensor | None] = field(default_factory=list)  # for each output the gradient that backward got, or None
     asked: list[int] = field(default_factory=list)
     error: Exception | None = None
-    notes: list[str] = field(default_factory=list)  # what is wrong besides numbers
+    notes: list[str] = field(default_factory=list)  # errors other than wrong numbers
     in_place_error: Exception | None = None
-    aliases: list[bool] = field(default_factory=list)  # of the output that was written in place, by output
+    aliases: list[bool] = field(default_factory=list)  # for each output: whether it shares memory with the one that was written in place
 
 
 def recipe_of(options: Case) -> tandem.recipe.Recipe:
@@ -53,7 +53,7 @@ def recipe_of(options: Case) -> tandem.recipe.Recipe:
 
 @contextlib.contextmanager
 def regions(mode: Case):
-    """The regions around forward."""
+    """The contexts around forward: grad mode, torch.autocast, recipe and hooks."""
     with contextlib.ExitStack() as stack:
         if mode.get("grad") == "no_grad":
             stack.enter_context(torch.no_grad())
@@ -74,7 +74,8 @@ def regions(mode: Case):
 
 
 def _packed(t: torch.Tensor) -> tuple[bytes, torch.dtype, torch.Size]:
-    data = t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""  # empty ones have any stride
+    # An empty tensor may have strides that view(dtype) refuses.
+    data = t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
     return data, t.dtype, t.shape
 
 
@@ -88,7 +89,7 @@ def _as_list(outputs: Any) -> list[torch.Tensor]:
 
 
 def _arguments(built: Built, case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The tensors to pass. What the pipeline or the case writes in place is a clone that autograd tracks."""
+    """The arguments of the call. A tensor that is written in place is replaced by a clone that autograd tracks."""
     written: dict[int, torch.Tensor] = {}
     extras, index = list(built.extras), 0
     for op in built.resolved:
@@ -104,13 +105,13 @@ def _arguments(built: Built, case: Case) -> tuple[torch.Tensor, list[torch.Tenso
 
 
 def _targets(built: Built) -> list[torch.Tensor]:
-    """Leaves that the case has the pipeline write."""
+    """The leaves that the pipeline writes in place in this case."""
     extras = iter(built.extras)
     return [extra for op in built.resolved for _, extra in zip(op["extras"], extras) if op.get("ip") and op.get("leaf")]  # noqa: B905
 
 
 def _restore(module: torch.nn.Module, params: dict[str, torch.Tensor]) -> None:
-    """functional_call leaves its own tensors in a module that stands at two places."""
+    """Restores parameters, as functional_call leaves its own tensors in a module that is listed twice."""
     for name, param in params.items():
         path, _, last = name.rpartition(".")
         module.get_submodule(path)._parameters[last] = param
@@ -152,7 +153,7 @@ def gradient_like(shape: torch.Size, dtype: torch.dtype, layout: str, generator:
 
 
 def execute(built: Built, case: Case, call: Callable[..., list[torch.Tensor]] | None = None) -> Outcome:
-    """Forward and backward. `call` replaces the module: what runs the same list in another way."""
+    """Runs forward and backward. `call` replaces the call of the module, such as by a call without fusions."""
     outcome, mode = Outcome(), case["mode"]
     with user_fusions(mode.get("fuse")):
         try:
@@ -161,13 +162,13 @@ def execute(built: Built, case: Case, call: Callable[..., list[torch.Tensor]] | 
             if call is None and mode.get("warm"):
                 _warm(built, mode)
             _run(outcome, built, case, call)
-        except Exception as error:  # every kind is a result
+        except Exception as error:  # the judge decides whether the error is right
             outcome.error = error
     return outcome
 
 
 def _warm(built: Built, mode: Case) -> None:
-    """Another call first, so that plans for other flags exist."""
+    """Calls the module once without gradients, so that a plan for other flags exists."""
     with torch.no_grad():
         if not any(op.get("ip") for op in built.resolved):
             with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError):
@@ -206,7 +207,7 @@ def _run(outcome: Outcome, built: Built, case: Case, call: Callable[..., list[to
         wanted = give is None or i in give
         if t.requires_grad and wanted:
             outcome.given[i] = gradient_like(t.shape, t.dtype, mode.get("gl", "plain"), generator)
-    # A leaf that needed no gradient and was written in place is none any more.
+    # An in-place write turns a leaf that requires no gradient into a non-leaf.
     candidates = [i for i, leaf in enumerate(built.leaves) if leaf.requires_grad and leaf.is_leaf]
     ask = mode.get("ask")
     outcome.asked = [i for i in candidates if ask is None or i in ask]
@@ -220,13 +221,13 @@ def _run(outcome: Outcome, built: Built, case: Case, call: Callable[..., list[to
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where a tensor lies. One in codes has parts of its own."""
+    """A number that identifies a tensor's memory; for a quantized tensor, which has none itself, its identity."""
     return id(tensor) if isinstance(tensor, tandem.QuantizedTensor) else tensor.untyped_storage().data_ptr()
 
 
 def _write_output(outcome: Outcome, live: list[torch.Tensor], which: int, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
     target = live[which]
-    memory = _memory(target)  # without gradients two outputs may be one tensor
+    memory = _memory(target)  # without gradients, two outputs may be one tensor
     outcome.aliases = [i != which and _memory(t) == memory and t.numel() > 0 for i, t in enumerate(live)]
     if not target.is_floating_point():
         return live
@@ -240,7 +241,7 @@ def _write_output(outcome: Outcome, live: list[torch.Tensor], which: int, argume
 
 
 def _check_in_place(outcome: Outcome, built: Built, extras: list[torch.Tensor], live: list[torch.Tensor], mode: Case) -> None:
-    """An in-place sum that is the result is in the caller's tensor too."""
+    """Notes an error unless an in-place sum at the end of the pipeline lies in the caller's tensor."""
     last = built.resolved[-1] if built.resolved else {}
     if mode.get("run", "eager") != "eager" or mode.get("func") or last.get("k") != "add" or not last.get("ip") or "read" in last:
         return
@@ -257,7 +258,7 @@ def _backward(outcome: Outcome, built: Built, mode: Case, outputs: list[torch.Te
         for f in found:
             dtypes = {leaf.dtype for leaf in built.leaves} | ({torch.float16} if mode.get("ac") == "f16" else set())
             recipe = mode.get("recipe") or {}
-            is_linear = not recipe.get("eps_grad_output") and "kind" not in recipe  # scales that do not follow the gradient, or only by powers of two
+            is_linear = not recipe.get("eps_grad_output") and "kind" not in recipe  # otherwise multiples of a gradient are quantized to other codes
             if f is not None and is_linear and not _are_multiples(f, dtypes):
                 outcome.notes.append("rows of a batched gradient do not agree")
         found = tuple(None if f is None else f[0] for f in found)
@@ -281,7 +282,7 @@ def _backward(outcome: Outcome, built: Built, mode: Case, outputs: list[torch.Te
 
 
 def _are_multiples(rows: torch.Tensor, dtypes: set[torch.dtype]) -> bool:
-    """Whether the second row is -2 times the first, but for roundings, those to the least numbers of any dtype on the way among them."""
+    """Whether the second row is -2 times the first up to roundings, which include those in the subnormal range of any dtype on the way."""
     if rows.numel() == 0:
         return True
     least = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in dtypes | {rows.dtype} if dtype.is_floating_point)
@@ -306,7 +307,7 @@ def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _functional(outcome: Outcome, built: Built, case: Case, generator: torch.Generator) -> None:
-    """torch.func over all leaves: `vjp` with given gradients; `grad` of the sum of the outputs with the same weights."""
+    """Runs torch.func.vjp over all floating-point leaves, with random gradients of the outputs."""
     mode = case["mode"]
     params = dict(built.module.named_parameters())
     positions = {name: next(i for i, leaf in enumerate(built.leaves) if leaf is p) for name, p in params.items()}
@@ -336,7 +337,7 @@ def _functional(outcome: Outcome, built: Built, case: Case, generator: torch.Gen
 
 
 def unfused(built: Built, training: bool) -> Callable[..., list[torch.Tensor]]:
-    """The same pipeline without fusions, through its description."""
+    """A function that runs the pipeline without fusions, from its description."""
     import json
 
     def call(x: torch.Tensor, *extras: torch.Tensor) -> list[torch.Tensor]:

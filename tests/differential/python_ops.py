@@ -1,4 +1,4 @@
-"""Ops and fusions that are written in Python, for the pipelines of the generator."""
+"""Ops and fusions written in Python, for the pipelines of the generator."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Swap(ops.BasicOperation):
 
 
 class SwapWhole(Swap):
-    """As Swap, one-piece style."""
+    """y = 2 extra, extra output = 3 x; one-piece style."""
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
         basic_op_ctxs[0].three, basic_op_ctxs[0].x_dtype = 3, input_.dtype
@@ -109,7 +109,7 @@ class Outputs(ops.BasicOperation):
 
 
 class Child(ops.BasicOperation):
-    """y = x scale, where the scale is a parameter of a module inside."""
+    """y = x scale, where the scale is a parameter of a child module."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ CLASSES = {
 
 
 class ForwardReluScale(ops.FusedOperation):
-    """relu, scale."""
+    """A forward fusion of relu and scale."""
 
     def fuser_forward_compute(self, input_, *, basic_op_extra_inputs, basic_op_kwargs, **unused):
         return torch.relu(input_) * self.basic_ops[1].scale, [(), ()], [(input_,), ()]
@@ -167,7 +167,7 @@ class ForwardReluScale(ops.FusedOperation):
 
 
 class BackwardSiluScale(ops.FusedOperation):
-    """silu, scale."""
+    """A backward fusion of silu and scale."""
 
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         (x,) = basic_op_ctxs[0].saved_tensors
@@ -176,11 +176,11 @@ class BackwardSiluScale(ops.FusedOperation):
 
 
 class JointGeluScale(ops.FusedOperation):
-    """gelu, scale, with the derivative saved."""
+    """A joint fusion of gelu and scale, which saves the derivative."""
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **unused):
         scale = self.basic_ops[1].scale
-        x = input_.to(torch.promote_types(input_.dtype, torch.float32))  # a dozen roundings to less would be an error that verify tells
+        x = input_.to(torch.promote_types(input_.dtype, torch.float32))  # a dozen roundings to a narrower dtype would fail `verify`
         tanh = torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
         slope = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
         basic_op_ctxs[0].save_for_backward((slope * scale).to(input_.dtype))
@@ -192,7 +192,7 @@ class JointGeluScale(ops.FusedOperation):
 
 
 class JointBiasRelu(ops.FusedOperation):
-    """bias, relu."""
+    """A joint fusion of bias and relu."""
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **unused):
         y = torch.relu(input_ + self.flat_ops()[0].bias)

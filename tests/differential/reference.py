@@ -1,7 +1,7 @@
-"""The same pipeline in plain torch and float64, beside it the dtype that each value would have.
+"""The pipeline of a case in torch's float64 operations, with the dtype that each value has in Tandem's pipeline.
 
-`noise` multiplies every value and every gradient by 1 + u r, with u the rounding of its dtype and r random in [-1, 1]: how far the results
-of such runs lie apart is how much roundings matter in this case, whatever rounds where.
+`noise` multiplies every value and every gradient by 1 + u r, with u the unit of rounding of its dtype and r random in [-1, 1]. The differences between such
+runs show how much roundings matter in a case, independent of where an implementation rounds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from differential.build import Built
 from differential.case import HALVES, SCALED, Case
 
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-LARGEST_FLOAT16 = 3e4  # half of it: sums on the way are larger than what they end in
+LARGEST_FLOAT16 = 3e4  # half of float16's largest number, as partial sums may be larger than the sum
 LARGEST = {torch.float16: LARGEST_FLOAT16, torch.float32: 1e38, torch.bfloat16: 1e38}
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 
 
 @dataclass
 class Valued:
-    """A value and the dtype that it has in the pipeline. Integers are what they are, as torch decides what may be done with them."""
+    """A value and the dtype that it has in the pipeline. Integer values keep their dtype, so that torch raises its own errors for them."""
 
     value: torch.Tensor
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class _Noise(torch.autograd.Function):
 
 
 class _Cancelled(torch.autograd.Function):
-    """What GELU loses where it is computed with 1 + tanh(u), and its derivative with 1 - tanh(u)^2, as in torch: u = 0.8 (v + 0.045 v^3)."""
+    """The error of GELU from cancellation in 1 + tanh(u), and of its derivative in 1 - tanh(u)^2, as torch computes them: u = 0.8 (v + 0.045 v^3)."""
 
     @staticmethod
     def forward(ctx, v, unit, generator):
@@ -57,7 +57,7 @@ class _Cancelled(torch.autograd.Function):
 
 
 def _between(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random numbers in [-1, 1], one for each of x."""
+    """Random numbers in [-1, 1] of the shape of x."""
     return 2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1
 
 
@@ -68,12 +68,12 @@ def _shaken(x: torch.Tensor, unit: float, generator: torch.Generator) -> torch.T
 
 
 def quantized(x: torch.Tensor, name: str, recipe: Case, role: str) -> torch.Tensor:
-    """x in the format and back: one scale per tensor, from its largest magnitude."""
+    """x quantized and dequantized, with one scale per tensor from its amax."""
     dtype, largest = FORMATS[name]
     if x.numel() == 0:
         return x
     amax = max(x.abs().max().item(), recipe.get("eps_" + role, 0.0))
-    # in float32, as the specification has it: a scale that may be held, and its inverse
+    # The specification computes the scale, which is clamped to float32, and its inverse in float32.
     scale = torch.tensor(largest, dtype=torch.float32) / torch.tensor(amax, dtype=torch.float32)
     scale = scale.clamp(max=torch.finfo(torch.float32).max) if amax > 0 else torch.ones(())
     if recipe.get("pow2"):
@@ -83,9 +83,9 @@ def quantized(x: torch.Tensor, name: str, recipe: Case, role: str) -> torch.Tens
 
 
 def in_directions(x: torch.Tensor, recipe: Case, role: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in the recipe's format and back, in the shape of x with blocks along its last dimension, and as a matrix with blocks along the other."""
+    """The dequantized values of x under a recipe: of row codes in the shape of x, and of column codes as a matrix."""
     rows = x.reshape(-1, x.shape[-1])
-    if recipe.get("kind") == "delayed":  # the first step: all scales are 1
+    if recipe.get("kind") == "delayed":  # a case is the first step, in which all scales are 1
         dtype, largest = FORMATS["e5m2" if role == "grad_output" and recipe.get("format") != "E4M3" else "e4m3"]
         q = x.clamp(-largest, largest).float().to(dtype).double()
         return q, q.reshape(rows.shape)
@@ -93,7 +93,7 @@ def in_directions(x: torch.Tensor, recipe: Case, role: str) -> tuple[torch.Tenso
         gradient = "e4m3" if recipe.get("format") == "E4M3" else "e5m2"
         q = quantized(x, gradient if role == "grad_output" else "e4m3", recipe, role)
         return q, q.reshape(rows.shape)
-    made = tandem.quantize(rows.detach().float(), quantizer_of(recipe, role))  # which has golden vectors of its own
+    made = tandem.quantize(rows.detach().float(), quantizer_of(recipe, role))  # golden vectors test it elsewhere
     return made.dequantize().double().reshape(x.shape), made.dequantize(columnwise=True).double()
 
 
@@ -125,7 +125,7 @@ class _QuantizedProduct(torch.autograd.Function):
 
 
 class _QuantizedPoint(torch.autograd.Function):
-    """x in codes, as its numbers by rows. Those by columns are made of x too, for products that read the result as it is: its `columns`."""
+    """The op Quantize: the result has the dequantized values of row codes. Its attribute `columns` has those of column codes of x, for products."""
 
     @staticmethod
     def forward(ctx, x, recipe, forward, backward):
@@ -144,17 +144,17 @@ def _with_columns(x: torch.Tensor, recipe: Case, role: str) -> torch.Tensor:
 
 
 def as_multiplied(x: torch.Tensor, recipe: Case, role: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """in_directions of x, and of what a point of quantizing has made the codes that it made."""
+    """`in_directions` of x, or the dequantized values of the codes that an op Quantize has computed."""
     columns = getattr(x, "columns", None)
     return in_directions(x, recipe, role) if columns is None else (x, columns)
 
 
 class Reference:
-    """One evaluation. `leaves` are float64 copies of the leaves of `built`, `outputs` those of the pipeline, for the masks of dropouts."""
+    """One evaluation of a case. `leaves` are float64 copies of the leaves of `built`; `outputs` of the pipeline show the masks of dropouts."""
 
     def __init__(self, built: Built, mode: Case, outputs: list[torch.Tensor] | None, noise: int | None = None, masked: int = -1) -> None:
         self.built, self.mode, self.given = built, mode, outputs
-        self.masked, self.untold = masked, 0  # a bit per element of a mask that no output tells, as x is zero there; how many there are
+        self.masked, self.untold = masked, 0  # a bit for each element of masks that outputs do not show, as x is zero there; their number
         self.autocast = {"bf16": torch.bfloat16, "f16": torch.float16}.get(mode.get("ac"))
         self.recipe = mode.get("recipe")
         self.training = not mode.get("eval")
@@ -162,7 +162,7 @@ class Reference:
         self.leaves = [self._leaf(t, value) for t, value in zip(built.leaves, built.values, strict=True)]
         self.results: list[Valued] = []
         self.refuses_float64 = False
-        self.refuses_dtype = False  # a Python op returns what its tensors do not promote to
+        self.refuses_dtype = False  # a Python op returns another dtype than its tensors promote to
         self.overflows = False  # a value that its dtype cannot hold, or a gradient that float16 cannot
         self.masks: list[torch.Tensor] = []
         self.notes: list[str] = []
@@ -196,7 +196,7 @@ class Reference:
         return self.results
 
     def noisy(self, value: torch.Tensor, dtype: torch.dtype, is_a: torch.dtype | None = None) -> Valued:
-        """The value of an op that rounds to `dtype`; `is_a`: in which it is kept, where that is another."""
+        """The value of an op that rounds to `dtype`. `is_a` is the dtype of the result, if it differs."""
         if self.generator is not None and dtype.is_floating_point and value.is_floating_point():
             value = _Noise.apply(value, UNIT[dtype], self.generator)
         elif dtype == torch.float16 and value.requires_grad:
@@ -211,7 +211,7 @@ class Reference:
     # How ops choose the dtype in which they compute.
 
     def compute(self, x: Valued, weight: torch.dtype | None) -> Valued:
-        """x as an op reads it that computes in the dtype of autocast, of its weight, or of x."""
+        """x in the dtype in which an op computes: the dtype of autocast, else of its weight, else of x."""
         if self.autocast is not None and x.dtype != torch.float64:
             dtype = self.autocast
         else:
@@ -308,21 +308,21 @@ class Reference:
         return Valued(torch.cat(parts).reshape(*x.value.shape[:-1], op["out"]), x.dtype)
 
     def _product(self, x: Valued, weight: torch.Tensor, own: torch.dtype) -> Valued:
-        """x times a weight, whose parameter has the dtype `own`."""
+        """x weight^T for a weight whose parameter has the dtype `own`."""
         if self.recipe is not None:
             self.refuses_float64 |= torch.float64 in (x.dtype, own)
             y = _QuantizedProduct.apply(x.value, weight, self.recipe)
         else:
             y = x.value @ weight.t()
-        if self.generator is not None:  # terms that cancel leave the roundings of their sum
+        if self.generator is not None:  # if terms cancel, the roundings of partial sums remain
             terms = x.value.detach().abs() @ weight.detach().abs().t()
             r = _between(y, self.generator)
             y = y + UNIT[torch.float64 if x.dtype == torch.float64 else torch.float32] * terms * r
         return self.noisy(y, x.dtype)
 
     def _bias(self, bias: torch.Tensor, x: Valued) -> Valued:
-        own = x.dtype if self.autocast is not None and x.dtype.is_floating_point else bias.dtype  # under autocast it follows x
-        if self.autocast is not None and not x.dtype.is_floating_point:  # a fusion with an op that casts, written without it
+        own = x.dtype if self.autocast is not None and x.dtype.is_floating_point else bias.dtype  # under autocast the bias follows x
+        if self.autocast is not None and not x.dtype.is_floating_point:  # the fusion of bias and relu does not cast, unlike relu
             self.refuses_dtype |= "bias_relu" in self.mode.get("fuse", ())
         dtype, value = torch.promote_types(x.dtype, own), self.param(bias, own)
         return self.noisy(x.value + value, dtype)
@@ -353,7 +353,7 @@ class Reference:
         def gelu(v: torch.Tensor) -> torch.Tensor:
             if not v.is_floating_point():
                 return F.gelu(v, approximate="tanh")  # raises
-            # As a product with a sigmoid: see `_Cancelled`.
+            # The product with a sigmoid does not cancel; `_Cancelled` adds the error of torch's formula.
             y = v * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (v + 0.044715 * v**3))
             return y if self.generator is None else y + _Cancelled.apply(v, unit, self.generator)
 
@@ -393,7 +393,7 @@ class Reference:
 
     @staticmethod
     def _parts(v: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """a and b: halves, or blocks by turns."""
+        """a and b of a gated unit: halves of the last dimension, or interleaved blocks of it."""
         if block is None:
             a, b = v.chunk(2, -1)
             return a, b
@@ -426,7 +426,7 @@ class Reference:
         return y, ([y] if op["outputs"] else [])
 
     def _with_untold(self, mask: torch.Tensor, x: Valued) -> torch.Tensor:
-        """The mask where the output, zero, does not tell it: x is zero or may have been rounded to it."""
+        """The mask, completed where the output does not show it because x is zero or may have been rounded to zero."""
         value = x.value.detach()
         untold = (mask == 0) & (value.abs() <= 8 * UNIT.get(x.dtype, 0.0) * (value.abs().max() if value.numel() else 0))
         count = int(untold.sum())
@@ -438,7 +438,7 @@ class Reference:
         return mask
 
     def _check_mask(self, mask: torch.Tensor, is_told: torch.Tensor, kept: float) -> None:
-        """A mask keeps its share, of what other masks have kept too, and is no other's: where more than chance is told from less."""
+        """Notes an error if a mask keeps another share than `kept`, or equals another mask. Masks with fewer than 64 known elements are not checked."""
         told = mask[is_told]
         if self.given is None or self.generator is not None or told.numel() < 64:
             return

@@ -1,4 +1,4 @@
-"""Makes a failing case smaller for as long as it fails in the same way."""
+"""Makes a failing case smaller as long as the signature of its verdict is unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Judge = Callable[[Case], Verdict]
 
 
 def signature(verdict: Verdict) -> str:
-    """What stays the same while a case shrinks: the status, and for errors the start of their text."""
+    """The part of a verdict that must not change while a case shrinks: the status, and the start of an error's text or the magnitude of a difference."""
     text = re.sub(r"[-+]?\d[\d.e+-]*", "#", verdict.text)
     numbers = re.search(r"(?:off|differs) by ([^ ,]+), where roundings explain .* \(largest ([^)]+)\)", verdict.text)
     if numbers is None:
@@ -72,7 +72,7 @@ def _with_op(case: Case, index: int, op: Case) -> Case:
 
 
 def without(case: Case, start: int, size: int) -> Case:
-    """The case without some ops; those that stand for a dropped one become it."""
+    """The case without some ops. An op that shares a dropped op's module becomes a copy of the dropped op."""
     ops = copy.deepcopy(case["ops"])
     dropped = range(start, start + size)
     for op in ops[start + size :]:

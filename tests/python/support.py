@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 import tandem.ops as ops
 
-# Largest distance from the float64 result, relative to its largest element: a few roundings of the dtype.
+# Allowed distance from the float64 result, relative to its largest element: a few roundings of the dtype.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -39,11 +39,11 @@ def clamped_swiglu(a, b, limit=7.0, alpha=1.702, offset=1.0):
 
 
 def of_halves(function):
-    """`function(a, b)` of the halves of the last dimension."""
+    """A function of x that calls `function(a, b)` with the halves of its last dimension."""
     return lambda x: function(*x.chunk(2, -1))
 
 
-# Op with 8 input features, and what it computes of the input and its parameters.
+# Ops with 8 input features, each with a reference that computes the result from the input and the parameters.
 OPS = {
     "Linear": (lambda **k: ops.Linear(8, 6, **k), F.linear),
     "Linear without bias": (lambda **k: ops.Linear(8, 6, bias=False, **k), F.linear),
@@ -86,7 +86,7 @@ OPS = {
 
 
 def randomize(module):
-    """Parameters that are neither zero nor one."""
+    """Draws all parameters from the normal distribution, as zeros and ones would hide errors. Returns the module."""
     with torch.no_grad():
         for param in module.parameters():
             param.normal_()
@@ -94,7 +94,7 @@ def randomize(module):
 
 
 def close(actual, expected, dtype=None, terms=0.0):
-    """Asserts that `actual` is as near to the float64 `expected` as its dtype allows. Of a sum whose terms, of magnitude `terms`, may cancel."""
+    """Asserts that `actual` is as near to the float64 `expected` as its dtype allows. `terms` is the magnitude of terms of a sum that may cancel."""
     dtype = dtype or actual.dtype
     assert actual.shape == expected.shape
     scale = expected.abs().max().item() if expected.numel() else 0.0
@@ -107,8 +107,8 @@ def double_leaves(tensors):
 
 
 def check_against(module, reference, x, gain=0.0):
-    """Output and all gradients of `module` against `reference` of float64 copies of x and the parameters. Terms of gradients are at most `gain`
-    times that of the output."""
+    """Asserts that output and all gradients of `module` equal those of `reference` on float64 copies of x and the parameters. `gain` bounds the
+    magnitude of terms of the gradients relative to the gradient of the output."""
     params = list(module.parameters())
     x64, *params64 = double_leaves([x, *params])
     y, y64 = module(x), reference(x64, *params64)
@@ -140,7 +140,7 @@ def llama_mlp_reference(x, norm, up, down):
 
 
 class AsksFunctions(torch.overrides.TorchFunctionMode):
-    """Calls go through the dispatcher under it."""
+    """A mode without effect, under which calls are dispatched calls."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
