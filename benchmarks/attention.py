@@ -1,4 +1,4 @@
-"""Rotary embedding and causal attention between the products of a decoder layer: time of the ops against torch's operations."""
+"""Times the ops for rotary embedding and causal attention of a decoder layer against torch's operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = ((8, 128, 6, 6, 32), (2, 512, 8, 2, 64))  # batch, sequence, heads, head
 
 
 def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of each, which are called in turn."""
+    """Median seconds of each call. The calls take turns, and the first turn does not count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(ROUNDS + 1):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""Models written with torch alone, compiled by the backend: against eager and Inductor, measured in turn."""
+"""Times models of torch's modules that the backend compiles against eager torch and Inductor, which take turns."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def policy() -> nn.Module:
 
 @torch.library.custom_op("transformers::grouped_mm_fallback", mutates_args=())
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """By this operator transformers calls torch's product of groups in compiled code, where that itself takes bfloat16 alone."""
+    """The operator by which transformers calls torch's grouped product in compiled code, in which torch's own function takes bfloat16 only."""
     return F.grouped_mm(x, weight, offs=offs)
 
 
@@ -102,7 +102,7 @@ grouped_mm.register_autograd(
 
 
 class Mixture(nn.Module):
-    """Experts as Mixtral has them: of each row two, which a router chooses. Computed in a loop over the experts, or by products of groups."""
+    """Experts as in Mixtral: a router chooses two for each row. They are computed in a loop over the experts, or by products of groups."""
 
     def __init__(self, is_loop: bool) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def mixtures(dtype: torch.dtype) -> str:
 def compared(name: str, model: nn.Module, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor], calls: int) -> str:
     torch._dynamo.reset()
     models = {name: copy.deepcopy(model) for name in ("eager", "tandem", "inductor", "nothing")}
-    backends = {"tandem": "tandem", "inductor": "inductor", "nothing": "eager"}  # the last one calls the graph as it is: what Dynamo costs
+    backends = {"tandem": "tandem", "inductor": "inductor", "nothing": "eager"}  # the last one runs the graph unchanged and shows the cost of Dynamo
     called = {name: torch.compile(each, backend=backends[name]) if name in backends else each for name, each in models.items()}
 
     def step(backend: str) -> None:

@@ -1,4 +1,4 @@
-"""A LLaMA block's MLP: norm, linear, SwiGLU, linear, residual; inner size 8/3 hidden. Time and bytes kept for backward."""
+"""Measures time and bytes kept for backward of the MLP of a LLaMA block: norm, linear, SwiGLU, linear, residual, with inner size 8/3 hidden."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def inner_size(hidden: int) -> int:
 
 
 def has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16."""
+    """Whether the processor has instructions that multiply bfloat16."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_avx512_bf16_supported()
 
 
 def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes of distinct tensors saved for backward, parameters and x aside."""
+    """Bytes of distinct tensors that are saved for backward, without parameters and x."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
     seen: dict[int, int] = {}
 
@@ -69,7 +69,7 @@ def run() -> str:
             a, b, c = (torch.randn(*shape, dtype=dtype) for shape in ((tokens, hidden), (2 * inner, hidden), (tokens, 2 * inner)))
             d, e = torch.randn(hidden, inner, dtype=dtype), torch.randn(tokens, inner, dtype=dtype)
 
-            # What no implementation does without: the products, and autograd's sums into the gradients of earlier steps.
+            # Every implementation must at least compute the products, and add to the gradients of earlier steps.
             gradients = [torch.zeros_like(leaf) for leaf in (x, *pipeline.parameters())]
 
             def least(a=a, b=b, c=c, d=d, e=e, gradients=gradients) -> None:

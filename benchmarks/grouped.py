@@ -1,5 +1,5 @@
-"""Experts, forward and backward: GroupedLinear beside a loop of torch.nn.functional.linear over the groups, and a whole MLP beside such a loop and
-beside torch's grouped product with eager activations."""
+"""Times experts, forward and backward: GroupedLinear against a loop of torch.nn.functional.linear over the groups, and a whole MLP against such a loop
+and against torch's grouped product with eager activations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GROUPS, WIDTH = 8, 512
 SPLITS = {"uneven, 1024 rows": [300, 0, 17, 128, 256, 3, 220, 100], "even, 1024 rows": [128] * 8, "uneven, 128 rows": [40, 0, 3, 16, 32, 1, 24, 12]}
 BAR = 1.0
 MLP_ROWS = "uneven, 1024 rows"
-# By dtype: how many times as fast as the loop and as torch's grouped product; and the share of the bytes that the loop saves for backward.
+# Bars by dtype: speed relative to the loop and to torch's grouped product. SAVED_BAR: bytes saved for backward relative to the loop.
 MLP_BARS = {torch.float32: (1.15, 1.05), torch.bfloat16: (1.6, None)}
 SAVED_BAR = 0.6
 
 
 def measure(splits: list[int]) -> dict[str, float]:
-    """Seconds per forward and backward."""
+    """Seconds per forward and backward of GroupedLinear and of the loop."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
     module = tandem.ops.GroupedLinear(GROUPS, WIDTH, WIDTH)
@@ -44,7 +44,7 @@ def measure(splits: list[int]) -> dict[str, float]:
 
 
 class Mlp:
-    """GroupedLinear, ScaledSwiGLU, GroupedLinear, without biases as those of torch's grouped product are, on the same parameters in three ways."""
+    """GroupedLinear, ScaledSwiGLU, GroupedLinear in three implementations on shared parameters. It has no biases, as torch's grouped product takes none."""
 
     def __init__(self, splits: list[int], dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ class Mlp:
             leaf.grad = None
 
     def saved_bytes(self, forward: Callable[[], torch.Tensor]) -> int:
-        """What is saved for backward besides parameters and inputs, each memory once."""
+        """Bytes saved for backward, without parameters and inputs. Each storage counts once."""
         known = {tensor.untyped_storage().data_ptr() for tensor in (self.x, self.scales, *self.first, *self.last, *self.packed)}
         saved: dict[int, int] = {}
 
@@ -103,7 +103,7 @@ class Mlp:
 
 
 def measure_mlp(splits: list[int], dtype: torch.dtype, rounds: int = 25) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds per forward and backward, and bytes saved for backward, of each way."""
+    """Seconds per forward and backward, and bytes saved for backward, of each implementation."""
     torch.set_num_threads(2)
     mlp = Mlp(splits, dtype)
     ways = {"tandem": mlp.tandem, "loop": mlp.loop, "grouped_mm": mlp.grouped_mm}

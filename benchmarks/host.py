@@ -1,4 +1,4 @@
-"""Host time of pipelines called from Python, 4x8 float32, one thread, against the same torch.nn modules."""
+"""Measures the host time of pipelines called from Python against equal torch.nn modules: x 4x8 float32, one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TorchSwiGLU(nn.Module):
 
 
 def pairs() -> dict[str, tuple[nn.Module, nn.Module, float, float | None]]:
-    """Name -> torch modules, pipeline, bar of forward, bar of forward + backward."""
+    """By name: torch modules, the equal pipeline, the bar for forward, the bar for forward and backward."""
     ops = tandem.ops
     return {
         "Linear": (nn.Sequential(nn.Linear(8, 8)), ops.Sequential(ops.Linear(8, 8)), 0.9, 1.0),

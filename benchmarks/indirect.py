@@ -1,4 +1,4 @@
-"""Host time of calls that are not direct: what kernels cannot read as it lies goes through torch's dispatcher, with a description as text."""
+"""Measures the host time of dispatched calls, which pass the description as text: kernels cannot read their tensors directly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem import ops
 
 
 class Wrapped(torch.Tensor):
-    """A plain tensor under another type, whose operations are seen one by one."""
+    """A wrapper of a tensor, whose subclass intercepts each operation."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     held: torch.Tensor
@@ -54,7 +54,7 @@ def run() -> str:
     times = interleaved({name: lambda model=model: model(x) for name, model in models.items()})
     rows = [[name, f"{seconds * 1e6:.2f}"] for name, seconds in times.items()]
     text = table("host time of a forward, us per call", ["Linear 8 x 8, 4 rows", "tandem"], rows)
-    # What a call pays for its description: the text as the front has it, and the program that the dispatcher op finds by it.
+    # The cost of the description in a call: the front's cached text, and the program that the dispatcher op finds by the text.
     now = models["parametrized weight"]._run_alone().now
     eager = now.pipeline(())
     for name, describe in {

@@ -1,6 +1,6 @@
-"""What training on texts of many lengths costs: memory that stays and time, for 600 row counts, beside torch.nn.
+"""Measures the cost of training on texts of many lengths against torch.nn: memory growth and time for 600 row counts.
 
-Each measurement in a process of its own: what a library caches stays until the process ends.
+Each measurement runs in its own process, as caches of a library stay until the process ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.block import has_bfloat16
 from benchmarks.timing import table, verdict
 
 WIDTH, COUNTS = 128, range(1, 601)
-BAR = 1.5  # growth beside torch.nn's
+BAR = 1.5  # growth relative to torch.nn
 
 
 def resident_bytes() -> int:
@@ -28,7 +28,7 @@ def resident_bytes() -> int:
 
 
 def measure(library: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Growth in MB over the first pass through all row counts, and milliseconds of a later one."""
+    """Growth in MB over the first pass through all row counts, and milliseconds of the fastest later pass."""
     torch.set_num_threads(2)
     linear = nn.Linear(WIDTH, WIDTH, dtype=dtype) if library == "torch.nn" else tandem.ops.Sequential(tandem.ops.Linear(WIDTH, WIDTH, dtype=dtype))
 

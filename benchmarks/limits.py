@@ -1,4 +1,4 @@
-"""What no kernel can beat: the ideal bytes moved by plain vector loops, and the vector exponential."""
+"""Limits that no kernel can beat: the times of simple vector loops that move the least bytes, and of the vector exponential."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from benchmarks.timing import interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
-_EXP_ELEMENTS = 4096  # in the first-level cache
+_EXP_ELEMENTS = 4096  # they fit into the first-level cache
 
 
 @functools.cache
@@ -32,10 +32,10 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Loops:
-    """Plain vector loops that read `inputs` arrays and write `outputs` arrays of one shape, cold inputs, on torch's number of threads.
+    """Simple vector loops that read `inputs` arrays and write `outputs` arrays of one shape, with cold inputs, on torch's number of threads.
 
-    `candidates` go to `interleaved` beside what is measured; `seconds` is the least of their times: new outputs, kept ones, and kept ones
-    written around the cache.
+    Pass `candidates` to `interleaved` together with the kernels. `seconds` is the least time of three loops: they write new outputs, reused outputs, and
+    reused outputs around the cache.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, inputs: int, outputs: int, total_bytes: int = 160 << 20) -> None:
@@ -74,7 +74,7 @@ class Loops:
 
 @functools.cache
 def exponential_seconds(elements: int, dtype: torch.dtype) -> float:
-    """Time of `elements` exponentials alone, on data in cache, shared by torch's threads: the faster of torch.exp and the one of the kernels."""
+    """Seconds for `elements` exponentials of cached data on torch's threads: the faster of torch.exp and the exponential of the kernels."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     x, y, repeats = torch.rand(_EXP_ELEMENTS), torch.empty(_EXP_ELEMENTS), 200

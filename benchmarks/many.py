@@ -1,7 +1,7 @@
-"""Memory that stays when many different things have been done once: new shapes, pipelines, registrations, options, regions.
+"""Measures memory growth when a process does many different things once: new shapes, pipelines, registrations, options, regions.
 
-Each item is done COUNT times in a process of its own, and the same with torch.nn in another. What is told is the growth of resident memory
-per time, after a warm-up of WARM times, garbage collection and malloc_trim, with Tandem's cache of freed memory emptied.
+One process does an item COUNT times with Tandem, another one with torch.nn. The benchmark prints the growth of resident memory per repetition
+after WARM repetitions, garbage collection and malloc_trim, with Tandem's cache of freed memory emptied.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import tandem.ops as ops
 from benchmarks.timing import table, verdict
 
 COUNT = int(os.environ.get("TANDEM_MANY", "10000"))
-WARM = 500  # more than the recent programs that stay for nobody
-BAR = 1.5  # of torch.nn's growth: a product keeps what it has prepared for a shape
+WARM = 500  # more than the number of recent programs that are kept without a user
+BAR = 1.5  # growth relative to torch.nn, as a library of products caches its preparation for each shape
 WIDTH = 64
 
 Step = Callable[[int], object]
@@ -43,7 +43,7 @@ class Scaled(ops.BasicOperation):
 
 
 class Passed(ops.FusedOperation):
-    """Two scales as one."""
+    """A fusion of two ConstantScale ops."""
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **_):
         return input_ * (self.basic_ops[0].scale * self.basic_ops[1].scale), [(), ()]
@@ -58,7 +58,7 @@ def step_of(module: torch.nn.Module, x: torch.Tensor) -> None:
 
 
 def shapes(nn: bool) -> Step:
-    """A forward and backward with a row count that was not there before."""
+    """Forward and backward with a new number of rows."""
     box = torch.nn.Sequential(linear(nn=True), torch.nn.GELU(), linear(nn=True)) if nn else ops.Sequential(linear(), ops.GELU(), linear())
     order = list(range(256, 256 + WARM + COUNT))
     random.Random(0).shuffle(order)
@@ -67,7 +67,7 @@ def shapes(nn: bool) -> Step:
 
 
 def pipelines(nn: bool) -> Step:
-    """A pipeline unlike any before, called once and dropped."""
+    """A new pipeline with new options, which is called once and dropped."""
     x = torch.randn(4, 8, requires_grad=True)
 
     def step(n: int) -> None:
@@ -78,13 +78,13 @@ def pipelines(nn: bool) -> Step:
 
 
 def equal_pipelines(nn: bool) -> Step:
-    """A pipeline like the one before, called once and dropped."""
+    """A new pipeline with a known description, which is called once and dropped."""
     x = torch.randn(4, 8, requires_grad=True)
     return lambda _: step_of((torch.nn.Sequential if nn else ops.Sequential)(linear(8, nn), linear(8, nn)), x)
 
 
 def registrations(nn: bool) -> Step:
-    """A fusion registered, used and removed; of torch.nn a forward hook."""
+    """A fusion that is registered, used and removed; with torch.nn a forward hook."""
     x = torch.randn(4, 8)
     box = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity()) if nn else ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
 
@@ -113,7 +113,7 @@ def options(nn: bool) -> Step:
 
 
 def regions(nn: bool) -> Step:
-    """A region of a recipe around one call; of torch.nn a region of torch.autocast."""
+    """A recipe region around one call; with torch.nn a region of torch.autocast."""
     x = torch.randn(4, 8, requires_grad=True)
     box = (torch.nn.Sequential if nn else ops.Sequential)(linear(8, nn))
 
@@ -126,7 +126,7 @@ def regions(nn: bool) -> Step:
 
 
 def recipes(nn: bool) -> Step:
-    """A region with a recipe that was not there before; of torch.nn a region of torch.autocast."""
+    """A region with a new recipe around one call; with torch.nn a region of torch.autocast."""
     x = torch.randn(4, 8, requires_grad=True)
     box = (torch.nn.Sequential if nn else ops.Sequential)(linear(8, nn))
 
@@ -140,7 +140,7 @@ def recipes(nn: bool) -> Step:
 
 
 def subsets(nn: bool) -> Step:
-    """A backward for a set of gradients that nobody asked for before."""
+    """A backward for a new set of requested gradients."""
     x = torch.randn(4, 8, requires_grad=True)
     box = (torch.nn.Sequential if nn else ops.Sequential)(*[linear(8, nn) for _ in range(8)])
     params = list(box.parameters())
@@ -155,7 +155,7 @@ def subsets(nn: bool) -> Step:
 
 
 def arguments(nn: bool) -> Step:
-    """A call of an op written in Python with a number that was not there before."""
+    """A call of an op written in Python with a new number as its argument."""
     x = torch.randn(4, 8, requires_grad=True)
     op = Scaled()
     box = ops.Sequential(op)
@@ -163,7 +163,7 @@ def arguments(nn: bool) -> Step:
 
 
 def python_ops(nn: bool) -> Step:
-    """An op written in Python, made, called and dropped."""
+    """An op written in Python, which is created, called and dropped."""
     x = torch.randn(4, 8, requires_grad=True)
     return lambda _: step_of(torch.nn.Tanh() if nn else ops.Sequential(Scaled()), x)
 
@@ -182,7 +182,7 @@ def resident() -> int:
 
 
 def measure(name: str, nn: bool) -> int:
-    """Bytes that COUNT times have left."""
+    """The growth of memory in bytes over COUNT repetitions of an item."""
     torch.set_num_threads(1)
     step = ITEMS[name](nn)
     for n in range(WARM):
@@ -208,5 +208,5 @@ def run() -> str:
 
 
 def bar(own: int, other: int) -> str:
-    """Below 4 MB memory grows by what the allocator happens to keep: 10,000 pipelines leave 3 MB of it, and no byte that is in use."""
+    """The bar and its verdict. Growth below 4 MB counts as met: after 10,000 pipelines the allocator keeps 3 MB, of which no byte is in use."""
     return f"{BAR} of torch.nn: {verdict(own <= max(BAR * other, 4e6))}"

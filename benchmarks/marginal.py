@@ -1,4 +1,4 @@
-"""Host time that one more op adds to a pipeline, forward, 4 rows, float32, one thread, against the expression in eager torch."""
+"""Measures the host time that one more op adds to a pipeline against its expression in eager torch: forward, 4 rows, float32, one thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tandem.ops as ops
 from benchmarks.timing import interleaved, table, verdict
 
 BAR, COPIES, WIDTH = 0.7, 8, 8
-HALVINGS = 4  # of gated units, which halve their input
+HALVINGS = 4  # copies of a gated unit, each of which halves its input
 
 
 def gate(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -54,7 +54,7 @@ def experts(x: torch.Tensor, splits: torch.Tensor, *weights: torch.Tensor) -> to
     return torch.cat([F.linear(part, weight) for part, weight in zip(x.split(splits.tolist()), weights, strict=True)])
 
 
-# The op, the expression of x, its extra input and its parameters, and whether it halves x.
+# An op, its expression in x, its extra input and its parameters, and whether the op halves x.
 OPS: dict[str, tuple[Callable[[], Any], Callable[..., torch.Tensor], bool]] = {
     "BasicLinear": (lambda: ops.BasicLinear(WIDTH, WIDTH), F.linear, False),
     "Linear": (lambda: ops.Linear(WIDTH, WIDTH), F.linear, False),
@@ -91,7 +91,7 @@ OPS: dict[str, tuple[Callable[[], Any], Callable[..., torch.Tensor], bool]] = {
 
 
 def measured(name: str, *, rounds: int = 15, seconds: float = 0.01) -> tuple[float, float]:
-    """Microseconds of one more op: in eager torch, in a pipeline."""
+    """Microseconds of one more op in eager torch and in a pipeline."""
     make, expression, halves = OPS[name]
     copies = HALVINGS if halves else COPIES
     x = torch.randn(4, WIDTH << (HALVINGS if halves else 0), requires_grad=True)

@@ -1,6 +1,6 @@
-"""Page faults and time of a step of the LLaMA block with freed memory kept, without, and in eager torch.
+"""Measures page faults and time of a step of the LLaMA block: with the cache of freed memory, without it, and in eager torch.
 
-In a process of its own: what a process has freed before decides how much the C library gives back to the system.
+It runs in its own process, as earlier frees of a process decide how much memory the C library returns to the system.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run() -> str:
     faults: dict[str, list[int]] = {"tandem": [], "tandem, nothing kept": [], "eager": []}
 
     def step(name: str) -> None:
-        tandem.set_cache_limit(limit if name == "tandem" else 0)  # from 0 up, the first of several steps fills the cache
+        tandem.set_cache_limit(limit if name == "tandem" else 0)  # after a limit of 0 the first step fills the cache
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         (eager if name == "eager" else pipeline)(x).backward(grad)
         faults[name].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

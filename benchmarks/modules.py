@@ -1,4 +1,4 @@
-"""Host time of each module, 4x8 float32, one thread, against a composite of torch.nn; then what parameters and activations take per recipe."""
+"""Measures the host time of each module against a composite of torch.nn (4x8 float32, one thread), and bytes of parameters and activations per recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.timing import interleaved, table, verdict
 
 FORWARD_BAR, STEP_BAR = 0.7, 0.9
 HIDDEN, WIDE, TOKENS = 256, 1024, 512
-# Of each recipe, what a weight is kept in.
+# The quantizer of a quantized weight under each recipe.
 RECIPES = {
     "Float8CurrentScaling": tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
     "DelayedScaling": tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
@@ -47,7 +47,7 @@ class TorchLayer(nn.Module):
 
 
 def pairs() -> dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]]:
-    """Name -> torch modules, module, sizes of x."""
+    """By name: torch modules, the equal module, sizes of x."""
     splits = torch.tensor([2, 2])
     grouped = tandem.GroupedLinear(2, 8, 8)
 
@@ -86,7 +86,7 @@ def host_time() -> str:
 
 
 def bytes_of(parameter: torch.Tensor) -> int:
-    """What a parameter takes, in codes or in numbers."""
+    """Bytes of a parameter, or of all parts of a quantized one."""
     if not isinstance(parameter, tandem.QuantizedTensor):
         return parameter.nbytes
     inner, _ = parameter.__tensor_flatten__()
@@ -94,7 +94,7 @@ def bytes_of(parameter: torch.Tensor) -> int:
 
 
 def kept(recipe: tandem.recipe.Recipe | None, tokens: int) -> int:
-    """Bytes that a LayerNormMLP keeps for backward, inputs and parameters aside."""
+    """Bytes that a LayerNormMLP keeps for backward, without inputs and parameters."""
     box = tandem.ops.Sequential(tandem.LayerNormMLP(HIDDEN, WIDE, bias=False))
     with tandem.autocast(enabled=recipe is not None, recipe=recipe):
         box(torch.randn(tokens, HIDDEN, requires_grad=True))
@@ -102,7 +102,7 @@ def kept(recipe: tandem.recipe.Recipe | None, tokens: int) -> int:
 
 
 def memory() -> str:
-    """Of a LayerNormMLP: bytes per parameter with quantized primary weights, bytes kept for backward per token, and those that are kept once."""
+    """A table for LayerNormMLP: bytes per parameter with quantized weights, and bytes kept for backward, per token and independent of tokens."""
     rows, base = [], (0.0, 0.0)
     for name in ("float32", *RECIPES):
         recipe = None if name == "float32" else getattr(tandem.recipe, name)()

@@ -1,4 +1,4 @@
-"""A column- and a row-parallel product of an MLP on two processes, beside one process: how far apart results are, and what is kept."""
+"""Compares a column- and a row-parallel product of an MLP on two processes with one process: differences of results, and bytes kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.timing import table, verdict
 from tandem import ops
 
 RANKS, ROWS, HIDDEN, WIDE = 2, 1024, 512, 1376
-BOUND = 1e-5  # of float32 sums over HIDDEN and WIDE terms, relative to the largest element
+BOUND = 1e-5  # allowed difference of float32 sums of HIDDEN or WIDE terms, relative to the largest element
 
 
 def block(weights: list[torch.Tensor], column: dict[str, Any], row: dict[str, Any]) -> ops.Sequential:
@@ -45,7 +45,7 @@ def on_a_rank(rank: int, folder: str) -> None:
     torch.manual_seed(0)
     up, down = torch.randn(2 * WIDE, HIDDEN) / HIDDEN**0.5, torch.randn(HIDDEN, WIDE) / WIDE**0.5
     x, grad = torch.randn(ROWS, HIDDEN), torch.randn(ROWS, HIDDEN)
-    # A rank's features of both halves of the gated unit.
+    # A rank has its share of features in each half of the gated unit's input.
     own = [up.view(2, RANKS, -1, HIDDEN)[:, rank].reshape(-1, HIDDEN), down.chunk(RANKS, 1)[rank]]
     whole = block([up, down], {}, {})
     expected = step(whole, x, grad)

@@ -1,4 +1,4 @@
-"""Milliseconds of processor time to plan: what the first call and the first backward of a pipeline take more than the second ones."""
+"""Measures processor time for planning: the time of the first forward and backward of a pipeline minus the time of the second ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from benchmarks.timing import table, verdict
 
 HIDDEN = 8
 LARGEST_EXPONENT = 1.3
-BAR_MS, BAR_RECIPE_MS = 60.0, 120.0  # of 512 ops, forward and backward
+BAR_MS, BAR_RECIPE_MS = 60.0, 120.0  # for 512 ops, forward and backward
 
-_numbers = itertools.count(1)  # a pipeline of its own each time: equal ones share a plan
+_numbers = itertools.count(1)  # each pipeline gets other options, as equal pipelines share a plan
 
 
 def block(count: int) -> tandem.ops.Sequential:
-    """RMSNorm, Linear, SwiGLU, Linear, and again."""
+    """A pipeline of `count` ops that repeats RMSNorm, Linear, SwiGLU, Linear."""
     eps = 1e-5 * (1 + next(_numbers) * 1e-6)
     makers: list[Callable[[], torch.nn.Module]] = [
         lambda: tandem.ops.RMSNorm(HIDDEN, eps=eps),
@@ -38,7 +38,7 @@ def chain(count: int) -> tandem.ops.Sequential:
 
 
 def milliseconds(call: Callable[[], object]) -> tuple[float, object]:
-    start = time.thread_time()  # of this thread, in which backward runs too: what neighbours take does not count
+    start = time.thread_time()  # time of this thread, in which backward runs too, so other processes do not count
     result = call()
     return (time.thread_time() - start) * 1e3, result
 
@@ -59,7 +59,7 @@ def planning(make: Callable[[int], tandem.ops.Sequential], count: int, recipe: b
 
 
 def exponent(counts: list[int], times: list[float]) -> float:
-    """Slope of the line through the logarithms."""
+    """The exponent e in time ~ count^e: the slope of a line through the logarithms, by least squares."""
     logs = [(math.log(n), math.log(max(t, 1e-3))) for n, t in zip(counts, times, strict=True)]
     mean_n, mean_t = (statistics.fmean(log[i] for log in logs) for i in (0, 1))
     return sum((n - mean_n) * (t - mean_t) for n, t in logs) / sum((n - mean_n) ** 2 for n, _ in logs)
@@ -67,7 +67,7 @@ def exponent(counts: list[int], times: list[float]) -> float:
 
 def run() -> str:
     torch.set_num_threads(1)
-    planning(block, 8, recipe=False, repeats=3)  # what is loaded once
+    planning(block, 8, recipe=False, repeats=3)  # a first run loads what later runs reuse
     rows = []
     for title, make, recipe, counts in (
         ("block", block, False, [8, 32, 128, 256, 512]),

@@ -1,4 +1,4 @@
-"""The matrix products of a Linear, as a pipeline runs them, against the same through torch.nn."""
+"""Times the three products of a Linear in a pipeline against torch.nn.Linear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantizers at 4096x1024 bfloat16 against torchao, where it is installed, and the limit of memory: two threads, cold arrays."""
+"""Times quantizers at 4096x1024 bfloat16 against torchao, if it is installed, and against the limit of memory: two threads, cold arrays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from benchmarks.timing import Rotation, interleaved, table, verdict
 
 ROWS, HIDDEN = 4096, 1024
 ELEMENTS = ROWS * HIDDEN
-EAGER_BAR, COMPILED_BAR = 10.0, 2.2  # times as fast as torchao
-FUSED_BAR = 1.4  # times as fast as one kernel after the other
+EAGER_BAR, COMPILED_BAR = 10.0, 2.2  # speed relative to torchao
+FUSED_BAR = 1.4  # speed relative to separate kernels
 
-# Name, quantizer, how often x must be read, bytes of codes and scales per element and direction, least share of the limit.
+# Name, quantizer, number of times that x must be read, bytes of codes and scales per element and direction, least share of the limit.
 QUANTIZERS = (
     ("current scaling", "fp8_e4m3:current:eps=0:pow2=0", 2, 1.0, 0.4),
     ("delayed scaling", "fp8_e4m3:delayed", 1, 1.0, None),
@@ -33,7 +33,7 @@ QUANTIZERS = (
 
 
 def torchao_quantizers() -> dict[str, Callable[[torch.Tensor], object]]:
-    """torchao's of the same formats, by name of ours; none where it is not installed."""
+    """torchao's quantizers by the names in QUANTIZERS; empty if torchao is not installed."""
     try:
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import LinearMMConfig
@@ -50,9 +50,9 @@ def torchao_quantizers() -> dict[str, Callable[[torch.Tensor], object]]:
 
 
 def compiled_or_none(function: Callable[[torch.Tensor], object], x: torch.Tensor) -> Callable[[torch.Tensor], object] | None:
-    """The function compiled; None where Inductor cannot."""
+    """The compiled function; None if Inductor cannot compile it."""
     compiled = torch.compile(function, dynamic=False)
-    logging.disable(logging.CRITICAL)  # which it tells at length
+    logging.disable(logging.CRITICAL)  # Inductor logs a failure at length
     try:
         compiled(x)
     except Exception:  # noqa: BLE001  (Inductor's errors have many types; which one is not asked)
@@ -63,7 +63,7 @@ def compiled_or_none(function: Callable[[torch.Tensor], object], x: torch.Tensor
 
 
 def fused(dtype: torch.dtype) -> list[list[str]]:
-    """What quantizes while it computes against one kernel after the other."""
+    """Rows that compare fused kernels, which quantize their result while they compute it, with two separate kernels."""
     op, eps = torch.ops.tandem, 1e-5
     weight = torch.ones(HIDDEN, dtype=dtype)
     x, z = (Rotation(lambda cols=cols: (torch.randn(ROWS, cols).to(dtype),)) for cols in (HIDDEN, 2 * HIDDEN))
@@ -88,10 +88,10 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
     rows = []
     kinds = (("1x128 blocks", "fp8_1x128_e4m3:eps=0:pow2=1"), ("MXFP8", "mxfp8_e4m3"), ("current scaling", "fp8_e4m3:current:eps=0:pow2=0"), ("NVFP4", "nvfp4"))
     for name, quantizer in kinds:
-        both = name != "current scaling"  # whose codes serve both directions
+        both = name != "current scaling"  # with current scaling row codes serve both directions
         codes = lambda y, of=quantizer, both=both: op.quantize(y, None, of, [True, both, True])  # noqa: E731
         as_one: dict[str, Any] = {"quantizer": quantizer, "mask": [True, both, True]}
-        # Forward has made those of rows.
+        # Backward re-emits y and computes its column codes only, as forward has computed the row codes.
         again = lambda y, of=quantizer, both=both: op.quantize(y, None, of, [not both, both, False])  # noqa: E731
         of_y: dict[str, Any] = {"quantizer": quantizer, "mask": [not both, both, False]}
         pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
@@ -177,7 +177,7 @@ def run() -> str:
     loops = Loops((ROWS, HIDDEN), torch.bfloat16, 1, 1)
     rows = []
     for name, quantizer, reads, code_bytes, bar in QUANTIZERS:
-        scale = torch.tensor(1.0) if "delayed" in quantizer else torch.tensor(1) if "sr=1" in quantizer else None  # or the seed of rounding
+        scale = torch.tensor(1.0) if "delayed" in quantizer else torch.tensor(1) if "sr=1" in quantizer else None  # a scale, or the seed of stochastic rounding
         quantize = lambda both, of=quantizer, by=scale: torch.ops.tandem.quantize(*rotation(), by, of, [True, both, True])  # noqa: E731
         candidates: dict[str, Callable[[], object]] = {"rows": lambda call=quantize: call(False)}
         has_columns = "fp8_e4m3" not in quantizer or quantizer.startswith("mx")

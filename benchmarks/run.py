@@ -1,4 +1,4 @@
-"""`make bench`: prints the figures of docs/benchmarks.md with their bars. `run.py host products` chooses sections; `many`, `backend` and `loss` run only where they are named."""
+"""`make bench`: prints the figures of docs/benchmarks.md with their bars. `run.py host products` runs two sections; sections in LONG run only if named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = ("import", "host", "modules", "marginal", "indirect", "planning", "products", "grouped", "parallel", "lengths", "block", "memory", "kernels", "low_precision", "quantizers", "weights", "attention", "many", "backend", "loss")
-LONG = ("many", "backend", "loss")  # take minutes: run where they are named
+LONG = ("many", "backend", "loss")  # these take minutes and run only if they are named
 
 
 def section(name: str) -> None:
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     if unknown:
         print(f"bench: expected sections among {', '.join(SECTIONS)}, got {', '.join(unknown)}. Leave them out to run all but many, backend and loss.", file=sys.stderr)
         return 2
-    # Each section in a process of its own: thread counts and pinning are fixed when OpenMP starts.
+    # Each section runs in its own process, as OpenMP fixes thread counts and pinning when it starts.
     environment = {**os.environ, "OMP_PROC_BIND": "true", "PYTHONPATH": str(ROOT)}
     failed = 0
     for name in chosen:

@@ -1,4 +1,4 @@
-"""Interleaved timing: candidates take turns round by round, so that a noisy neighbour hits all of them alike."""
+"""Interleaved timing: candidates take turns round by round, so that other processes disturb all of them alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 def interleaved(candidates: dict[str, Callable[[], object]], *, rounds: int = 15, seconds: float = 0.02) -> dict[str, float]:
     """Median seconds per call of each candidate.
 
-    Each round runs every candidate once for about `seconds`; the order rotates.
+    Each round calls every candidate repeatedly for about `seconds`; the order rotates.
     """
     counts = {}
     for name, call in candidates.items():
@@ -34,7 +34,7 @@ def interleaved(candidates: dict[str, Callable[[], object]], *, rounds: int = 15
 
 
 class Rotation:
-    """Copies of tensors that together exceed the last-level cache; every call gets the next copy."""
+    """Copies of tensors that together exceed the last-level cache. Every call returns the next copy."""
 
     def __init__(self, make: Callable[[], tuple[torch.Tensor, ...]], *, total_bytes: int = 160 << 20) -> None:
         first = make()
@@ -48,7 +48,7 @@ class Rotation:
 
 
 def table(title: str, header: list[str], rows: list[list[str]]) -> str:
-    """A plain-text table."""
+    """A table as text, with aligned columns."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [title, "  ".join(h.ljust(w) for h, w in zip(header, widths, strict=True)), "  ".join("-" * w for w in widths)]
     lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]

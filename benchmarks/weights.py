@@ -1,5 +1,5 @@
-"""What it costs that codes of weights are never stale: a call that makes them, one that finds them by comparing bytes, and one that is told that they
-serve (`is_first_microbatch`)."""
+"""Measures the cost of keeping codes of weights up to date: a call that quantizes the weight, one that finds the codes by comparing bytes, and one
+for which `is_first_microbatch` declares that they are valid."""
 
 from __future__ import annotations
 
