@@ -1,4 +1,4 @@
-"""Operations, and the container that runs lists of them as few fused steps. Names and arguments are those of transformer_engine."""
+"""Operations, and `Sequential`, which plans lists of them as pipelines. Names and arguments are those of transformer_engine."""
 
 from typing import Any
 

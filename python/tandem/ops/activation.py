@@ -1,4 +1,4 @@
-"""Activations, with and without a gate, and times a number per row."""
+"""Activations, gated units, and units that an extra input scales by row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _INTERLEAVE = "glu_interleave_size"
 
 
 class _CachedInput:
-    """An activation that may keep x in FP8 for its backward: then it runs as an op that is written in Python does, by itself."""
+    """An activation that may keep x in FP8 for its backward. With this option it runs as an op in Python does: alone, without fusions."""
 
     @property
     def cache_quantized_input(self: Any) -> bool:
-        """Whether backward reads x from E4M3 codes with one scale, made where a gradient is needed: a byte for each number. What is computed of
-        x in backward is that of the rounded x, and the op fuses with no other."""
+        """Whether forward keeps E4M3 codes of x with one scale, one byte per element, when a gradient is needed. Backward then computes with the
+        dequantized values, and the op fuses with no other op."""
         return "_forward_prefix" in self.__dict__
 
     @cache_quantized_input.setter
@@ -57,17 +57,17 @@ class _Activation(_CachedInput, BasicOperation):
     _context_quantizers = ("prev_op_grad_output_quantizer",)
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        """Makes the activation; it has no parameters.
+        """Makes the activation, which has no parameters.
 
         Args:
-            cache_quantized_input: whether backward reads x from 8-bit codes; see the attribute.
+            cache_quantized_input: whether backward reads x from 8-bit codes; the attribute of this name says more.
         """
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
 
 
 class _Interleaved(BasicOperation):
-    """A gated unit, whose a and b may take turns."""
+    """A gated unit, whose a and b are the halves of x or alternate in blocks of columns."""
 
     glu_interleave_size: int | None
 
@@ -96,11 +96,11 @@ class _Interleaved(BasicOperation):
 
 class _GatedUnit(_Interleaved, _Activation):
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
-        """Makes the gated unit; it has no parameters.
+        """Makes the gated unit, which has no parameters.
 
         Args:
-            cache_quantized_input: whether backward reads x from 8-bit codes; see the attribute.
-            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
+            cache_quantized_input: whether backward reads x from 8-bit codes; the attribute of this name says more.
+            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
         """
         super().__init__(cache_quantized_input=cache_quantized_input)
         self.glu_interleave_size = glu_interleave_size
@@ -167,7 +167,7 @@ class LeakyReLU(_Activation):
 
 
 class GLU(_GatedUnit):
-    """y = sigmoid(a) b, where a and b are the halves of the last dimension of x: the gate is the first, unlike in torch.nn.GLU."""
+    """y = sigmoid(a) b, where a and b are the halves of the last dimension of x. a is the first half; torch.nn.GLU gates by the second."""
 
     _kind = "glu"
 
@@ -203,7 +203,7 @@ class SReGLU(_GatedUnit):
 
 
 class SwiGLU(_GatedUnit):
-    """y = silu(a) b, where a and b are the halves of the last dimension of x, or blocks by turns.
+    """y = silu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns.
 
     >>> import torch
     >>> from tandem import ops
@@ -231,13 +231,13 @@ class SiTUGLU(_GatedUnit):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        """Makes the gated unit; it has no parameters.
+        """Makes the gated unit, which has no parameters.
 
         Args:
-            beta1: above 0; the gate stays below it.
-            beta2: above 0; the other factor stays below it in size.
-            cache_quantized_input: whether backward reads x from 8-bit codes; see the attribute.
-            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
+            beta1: above 0; the gate beta1 tanh(a / beta1) sigmoid(a) stays below it in magnitude.
+            beta2: above 0; the factor beta2 tanh(b / beta2) stays below it in magnitude.
+            cache_quantized_input: whether backward reads x from 8-bit codes; the attribute of this name says more.
+            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
         """
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
         self.beta1 = beta1
@@ -246,7 +246,7 @@ class SiTUGLU(_GatedUnit):
 
 class ClampedSwiGLU(_GatedUnit):
     """y = a' sigmoid(alpha a') (b' + glu_linear_offset), where a' = min(a, limit), b' = min(max(b, -limit), limit), and a and b are the
-    halves of the last dimension of x. What is cut off has no gradient."""
+    halves of the last dimension of x. The gradient of a clamped element is 0."""
 
     limit: float
     alpha: float
@@ -264,14 +264,14 @@ class ClampedSwiGLU(_GatedUnit):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        """Makes the gated unit; it has no parameters.
+        """Makes the gated unit, which has no parameters.
 
         Args:
-            limit: what a is cut off at above, and b on both sides.
-            alpha: what a is multiplied by in the sigmoid.
-            glu_linear_offset: what is added to b.
-            cache_quantized_input: whether backward reads x from 8-bit codes; see the attribute.
-            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
+            limit: the largest a', and the largest magnitude of b'.
+            alpha: the factor of a' inside the sigmoid.
+            glu_linear_offset: the number that is added to b'.
+            cache_quantized_input: whether backward reads x from 8-bit codes; the attribute of this name says more.
+            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
         """
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
         self.limit = limit
@@ -280,16 +280,16 @@ class ClampedSwiGLU(_GatedUnit):
 
 
 class _ScaledUnit(_Interleaved):
-    """A gated unit times the extra input, whose gradient is the sum of grad_y times the unit over each row."""
+    """y = unit(x) scales, with `scales` an extra input. The gradient of `scales` is the sum of grad_y unit(x) over each row."""
 
     num_extra_inputs = 1
 
     def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
-        """Makes the gated unit; it has no parameters.
+        """Makes the gated unit, which has no parameters.
 
         Args:
-            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
-            activation_recompute_in_mlp: either, and neither changes anything: the output is written again in backward, not kept.
+            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
+            activation_recompute_in_mlp: accepted for TransformerEngine, without effect: forward never keeps y; backward re-emits it on demand.
         """
         super().__init__()
         self.activation_recompute_in_mlp = flag(type(self).__name__, "activation_recompute_in_mlp", activation_recompute_in_mlp)
@@ -297,8 +297,8 @@ class _ScaledUnit(_Interleaved):
 
 
 class ScaledSwiGLU(_ScaledUnit):
-    """y = silu(a) b scales, where a and b are the halves of the last dimension of x, or blocks by turns. The extra input `scales` has the
-    shape of x without its last dimension.
+    """y = silu(a) b scales, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns.
+    The extra input `scales` has the shape of x without its last dimension.
 
     >>> import torch
     >>> from tandem import ops
@@ -310,7 +310,7 @@ class ScaledSwiGLU(_ScaledUnit):
 
 
 class ScaledSiTUGLU(_ScaledUnit):
-    """As `SiTUGLU`, times the extra input `scales`, which has the shape of x without its last dimension."""
+    """y = SiTUGLU(x) scales. The extra input `scales` has the shape of x without its last dimension."""
 
     beta1: float
     beta2: float
@@ -326,13 +326,13 @@ class ScaledSiTUGLU(_ScaledUnit):
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
-        """Makes the gated unit; it has no parameters.
+        """Makes the gated unit, which has no parameters.
 
         Args:
-            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
-            activation_recompute_in_mlp: as for `ScaledSwiGLU`.
-            beta1: above 0; the gate stays below it.
-            beta2: above 0; the other factor stays below it in size.
+            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
+            activation_recompute_in_mlp: without effect; `ScaledSwiGLU` says more.
+            beta1: above 0; the gate beta1 tanh(a / beta1) sigmoid(a) stays below it in magnitude.
+            beta2: above 0; the factor beta2 tanh(b / beta2) stays below it in magnitude.
         """
         super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.beta1 = beta1
@@ -340,7 +340,7 @@ class ScaledSiTUGLU(_ScaledUnit):
 
 
 class ScaledClampedQGeGLU(_ScaledUnit):
-    """As `ClampedSwiGLU`, times the extra input `scales`, which has the shape of x without its last dimension."""
+    """y = ClampedSwiGLU(x) scales. The extra input `scales` has the shape of x without its last dimension."""
 
     limit: float
     alpha: float
@@ -358,14 +358,14 @@ class ScaledClampedQGeGLU(_ScaledUnit):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        """Makes the gated unit; it has no parameters.
+        """Makes the gated unit, which has no parameters.
 
         Args:
-            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
-            activation_recompute_in_mlp: as for `ScaledSwiGLU`.
-            limit: what a is cut off at above, and b on both sides.
-            alpha: what a is multiplied by in the sigmoid.
-            glu_linear_offset: what is added to b.
+            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
+            activation_recompute_in_mlp: without effect; `ScaledSwiGLU` says more.
+            limit: the largest a', and the largest magnitude of b', as `ClampedSwiGLU` defines them.
+            alpha: the factor of a' inside the sigmoid.
+            glu_linear_offset: the number that is added to b'.
         """
         super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.limit = limit
@@ -381,10 +381,10 @@ class ScaledSReLU(BasicOperation):
     _kind = "scaled_srelu"
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        """Makes the activation; it has no parameters.
+        """Makes the activation, which has no parameters.
 
         Args:
-            activation_recompute_in_mlp: either, and neither changes anything: the output is written again in backward, not kept.
+            activation_recompute_in_mlp: accepted for TransformerEngine, without effect: forward never keeps y; backward re-emits it on demand.
         """
         super().__init__()
         self.activation_recompute_in_mlp = flag("ScaledSReLU", "activation_recompute_in_mlp", activation_recompute_in_mlp)

@@ -13,7 +13,7 @@ import torch
 
 
 class Fixed:
-    """An attribute that says how a module was built: other values than that one are refused."""
+    """An attribute that fixes how a module was built. Assigning a value other than the first raises ValueError."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -24,7 +24,7 @@ class Fixed:
         try:
             return module.__dict__[self.name]
         except KeyError:
-            raise AttributeError(self.name) from None  # for which torch.nn.Module has the text
+            raise AttributeError(self.name) from None  # torch.nn.Module replaces this text
 
     def __set__(self, module: Any, value: Any) -> None:
         built = module.__dict__.setdefault(self.name, value)
@@ -36,19 +36,19 @@ class Fixed:
 
 
 def at_default(op: str, default: Any = None, /, **arguments: Any) -> None:
-    """Refuses arguments that TransformerEngine has and this version knows at their default only."""
+    """Raises NotImplementedError for an argument of TransformerEngine that has another value than the only one that Tandem implements."""
     for name, value in arguments.items():
         if value is not default and value != default:
             raise NotImplementedError(f"{op}: expected {name}={default!r}, got {value!r}. This version knows the default only.")
 
 
 def drawing(rng_state_tracker_function: Callable[[], Any] | None) -> AbstractContextManager[Any]:
-    """In which weights are drawn: the `fork()` of what the function returns; without one the global generator draws."""
+    """The context in which weights are drawn: the `fork()` of the object that the function returns; for None, the global generator draws."""
     return contextlib.nullcontext() if rng_state_tracker_function is None else rng_state_tracker_function().fork()
 
 
 def whole(value: Any) -> int | None:
-    """`value` as an int where it is a whole number, of numpy too; None where it is none. A bool is none."""
+    """`value` as an int if it is a whole number, such as an int or an integer of numpy; None otherwise, and for a bool."""
     if isinstance(value, bool):
         return None
     try:
@@ -61,7 +61,7 @@ _PARAMETER_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
 def parameter_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """`dtype` of parameters, which must be one that products and norms compute in, or torch in their place; None: torch's default."""
+    """Returns `dtype` if parameters may have it; raises ValueError otherwise. Products and norms compute in these dtypes. None: torch's default."""
     if dtype is not None and dtype not in _PARAMETER_DTYPES:
         raise ValueError(
             f"{op}: expected dtype to be torch.float32, torch.float64, torch.bfloat16 or torch.float16, got {dtype!r}. Parameters have one of these; "
@@ -71,7 +71,7 @@ def parameter_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def positive(op: str, name: str, value: int, cure: str = "Give the size of the last dimension.") -> int:
-    """`value`, which must be a positive whole number."""
+    """Returns `value` as an int; raises ValueError unless it is a whole number > 0."""
     number = whole(value)
     if number is None or number <= 0:
         raise ValueError(f"{op}: expected {name} to be a whole number > 0, got {value!r}. {cure}")
@@ -79,7 +79,7 @@ def positive(op: str, name: str, value: int, cure: str = "Give the size of the l
 
 
 def normalized_sizes(op: str, normalized_shape: int | Iterable[int]) -> tuple[int, ...]:
-    """The sizes of the last dimensions, over which norms go."""
+    """The sizes of the last dimensions, which a norm reduces. Raises ValueError for no size or a size that is not positive."""
     sizes = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) and whole(normalized_shape) is None else (normalized_shape,)
     if not sizes:
         raise ValueError(f"{op}: expected normalized_shape with one size at least, got none. Give those of the last dimensions of x.")
@@ -87,14 +87,14 @@ def normalized_sizes(op: str, normalized_shape: int | Iterable[int]) -> tuple[in
 
 
 def check_margin(op: str, value: Any) -> None:
-    """A number of multiprocessors, or one for each kind of pass by name."""
+    """Raises ValueError unless `value` is a number of multiprocessors, or a dict of such numbers by kind of pass."""
     margins = value.values() if isinstance(value, Mapping) else [value]
     if any(number is None or number < 0 for number in map(whole, margins)):
         raise ValueError(f"{op}: expected sm_margin to be a whole number >= 0, or a dict of such, got {value!r}. Leave it out.")
 
 
 def finite(op: str, name: str, value: Any) -> float:
-    """`value` as a float: a number, or a tensor of one that is constant. Descriptions hold no infinity and no NaN."""
+    """`value`, a number or a tensor with one constant element, as a float. Raises ValueError for infinity and NaN, which JSON cannot hold."""
     is_number = hasattr(value, "__float__") and not isinstance(value, bool)
     if is_number and isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and not value.requires_grad
@@ -108,10 +108,10 @@ def finite(op: str, name: str, value: Any) -> float:
 
 
 def flag(op: str, name: str, value: Any, cure: str = "Pass a bool.") -> bool:
-    """`value` as a bool: True or False, or what is equal to one, a tensor too."""
+    """`value` as a bool. Accepts what equals True or False, including a tensor with one element; raises ValueError otherwise."""
     try:
         is_flag = value in (True, False)
-    except (RuntimeError, ValueError):  # what is several values is none
+    except (RuntimeError, ValueError):  # a tensor or an array with several elements has no truth value
         is_flag = False
     if not is_flag:
         raise ValueError(f"{op}: expected {name} to be True or False, got {value!r}. {cure}")
@@ -119,7 +119,7 @@ def flag(op: str, name: str, value: Any, cure: str = "Pass a bool.") -> bool:
 
 
 def check_amax_group(op: str, group: Any) -> None:
-    """The processes that share amaxes; None: all."""
+    """Raises TypeError unless `group` is a process group, whose ranks share amaxes, or None, which means all ranks."""
     if group is not None and not hasattr(group, "group_name"):
         raise TypeError(
             f"{op}: expected amax_reduction_group to be a process group of torch.distributed or None, got {type(group).__name__}. Pass what "
@@ -128,7 +128,7 @@ def check_amax_group(op: str, group: Any) -> None:
 
 
 def sizes(op: str, name: str, value: Any) -> tuple[int, ...]:
-    """`value` as a tuple of sizes, one of which may be -1."""
+    """`value` as a tuple of sizes, one of which may be -1. Raises ValueError for other values."""
     try:
         found = tuple(operator.index(size) for size in value)
     except TypeError as error:

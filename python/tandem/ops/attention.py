@@ -1,4 +1,4 @@
-"""What stands between the product of queries, keys and values and the product behind attention."""
+"""The ops between the product for queries, keys and values and the product after attention."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tandem.ops.op import BasicOperation
 
 
 class Rotary(BasicOperation):
-    """Queries and keys of x [..., sequence, (num_heads + 2 num_kv_heads) head_dim] turned by the angles of their positions; y like x.
+    """Rotates queries and keys of x [..., sequence, (num_heads + 2 num_kv_heads) head_dim] by angles of their positions; y has the shape and dtype of x.
 
-    x holds queries, keys and values side by side, a head behind the other, as one `Linear` makes them; values stay. Pairs of features are turned as by
-    `tandem.apply_rotary_pos_emb`: angles are float32, and what is turned is rounded once. Backward keeps nothing but tables that are given.
+    The last dimension of x holds the heads of queries, then of keys, then of values, as one `Linear` computes them; values are copied. Pairs of features
+    are rotated as by `tandem.apply_rotary_pos_emb`: angles are float32, and each result is rounded once. Forward keeps nothing but `tables`, if given.
 
     >>> import torch
     >>> from tandem import ops
@@ -40,19 +40,19 @@ class Rotary(BasicOperation):
         interleaved: bool = False,
         tables: bool = False,
     ) -> None:
-        """Makes the op; it has no parameters.
+        """Makes the op, which has no parameters.
 
         Args:
-            num_heads: heads of queries.
+            num_heads: number of heads of queries.
             head_dim: features of a head.
-            num_kv_heads: heads of keys and of values, which as many queries each share; 0: num_heads.
-            base: at least 1; the angle of pair i at a position is position base^(-2 i / rotated_features), for positions 0, 1, ... along the last
+            num_kv_heads: number of heads of keys, and of values; num_heads / num_kv_heads heads of queries share each; 0: num_heads.
+            base: at least 1; the angle of pair i at a position is position base^(-2 i / rotated_features). Positions are 0, 1, ... along the last
                 dimension but one.
-            rotated_features: how many features of a head are turned, the first ones, an even number; 0: all.
-            interleaved: whether the features of a pair are neighbours; else they are half of what is turned apart.
-            tables: whether cosines and sines of the angles are extra inputs, as most models make them once for all of their layers and however
-                positions are scaled: each [sequence, rotated_features] or what broadcasts to [..., sequence, rotated_features], a number for
-                both features of a pair. They must need no gradient.
+            rotated_features: an even number; the first so many features of each head are rotated; 0: all of them.
+            interleaved: whether the two features of a pair are neighbours; otherwise they lie rotated_features / 2 apart.
+            tables: whether cosines and sines of the angles are two extra inputs. Models compute them once for all layers, with any scaling of
+                positions. Each is [sequence, rotated_features] or broadcasts to [..., sequence, rotated_features], with one number for each
+                feature of a pair. The tables must not require a gradient.
         """
         self.__dict__["num_extra_inputs"] = 2 * flag("Rotary", "tables", tables)
         super().__init__()
@@ -64,10 +64,10 @@ class Rotary(BasicOperation):
 
 
 class Attention(BasicOperation):
-    """y [..., sequence, num_heads head_dim] of x [..., sequence, (num_heads + 2 num_kv_heads) head_dim]: softmax(scale q k^T + mask) v, head by head.
+    """y = softmax(scale q k^T + mask) v for each head: x [..., sequence, (num_heads + 2 num_kv_heads) head_dim] -> y [..., sequence, num_heads head_dim].
 
-    x holds queries, keys and values as for `Rotary`. By torch's flash attention on the CPU, in both directions and for shared keys, no scores come to memory: backward
-    keeps x, y and a number for each row and head. A query that sees no key has y = 0.
+    The last dimension of x holds the heads of queries, then of keys, then of values. On the CPU torch's flash attention runs both directions, so that not
+    all scores are in memory at once: backward keeps x, y and one number for each row and head. A query that sees no key has y = 0.
 
     >>> import torch
     >>> from tandem import ops
@@ -94,16 +94,16 @@ class Attention(BasicOperation):
         soft_cap: float = 0.0,
         mask: bool = False,
     ) -> None:
-        """Makes the op; it has no parameters.
+        """Makes the op, which has no parameters.
 
         Args:
-            num_heads, head_dim, num_kv_heads: as of `Rotary`.
-            causal: whether no query sees keys behind it.
+            num_heads, head_dim, num_kv_heads: as for `Rotary`.
+            causal: whether each query sees only keys up to its own position.
             scale: at least 0; the factor of q k^T; 0: 1 / sqrt(head_dim).
-            soft_cap: at least 0; scores become soft_cap tanh(scores / soft_cap) before any mask, and come to memory, all of them at once; 0: they
-                stay.
+            soft_cap: at least 0; scores become soft_cap tanh(scores / soft_cap) before any mask, and all of them are in memory at once; 0: scores
+                stay unchanged.
             mask: whether a mask is an extra input, which broadcasts to [..., num_heads, sequence, sequence]: booleans, True where a query sees
-                a key, or numbers that are added to scores, whose gradient has all scores in memory.
+                a key, or numbers that are added to scores. To compute the gradient of such numbers, all scores are in memory at once.
         """
         self.__dict__["num_extra_inputs"] = int(flag("Attention", "mask", mask))
         super().__init__()
@@ -115,11 +115,10 @@ class Attention(BasicOperation):
 
 
 class QKNorm(DeferredMixin, BasicOperation):
-    """Each head of queries and keys of x [..., sequence, (num_heads + 2 num_kv_heads) head_dim] over its root mean square, times a weight; y like x.
+    """y = head / sqrt(mean(head^2) + eps) * weight, for each head of queries and of keys in x [..., sequence, (num_heads + 2 num_kv_heads) head_dim].
 
-    For each head y = head / sqrt(mean(head^2) + eps) * query_weight or key_weight [head_dim], or * (1 + weight) with `zero_centered_gamma`. x holds
-    queries, keys and values as for `Rotary`, before which this stands; values stay. Backward keeps x alone.
-
+    `weight` is query_weight or key_weight, [head_dim] each; with `zero_centered_gamma` the factor is 1 + weight. y has the shape of x; values are copied.
+    The last dimension of x holds queries, keys and values as for `Rotary`, which follows this op. Forward keeps x and the weights.
     >>> import torch
     >>> from tandem import ops
     >>> heads = {"num_heads": 4, "head_dim": 16, "num_kv_heads": 1}
@@ -148,15 +147,15 @@ class QKNorm(DeferredMixin, BasicOperation):
         zero_centered_gamma: bool = False,
         rounds_before_weight: bool = False,
     ) -> None:
-        """Makes norms that do not scale.
+        """Makes norms whose factors are 1.
 
         Args:
-            num_heads, head_dim, num_kv_heads: as of `Rotary`.
+            num_heads, head_dim, num_kv_heads: as for `Rotary`.
             eps: at least 0; added to the mean square of a head, in units of x squared.
-            device: where the parameters are made; None: torch's default device.
-            dtype: of the parameters; None: `torch.get_default_dtype()`.
+            device: device of the parameters; None: torch's default device.
+            dtype: dtype of the parameters; None: `torch.get_default_dtype()`.
             zero_centered_gamma: whether the factors are 1 + weight rather than weight.
-            rounds_before_weight: as of `RMSNorm`.
+            rounds_before_weight: as for `RMSNorm`.
         """
         super().__init__()
         self.head_dim = positive("QKNorm", "head_dim", head_dim, "Give the features of a head.")
@@ -168,7 +167,7 @@ class QKNorm(DeferredMixin, BasicOperation):
         self._give_first_values()
 
     def reset_parameters(self) -> None:
-        """Sets the parameters so that the norms do not scale."""
+        """Sets the parameters so that every factor is 1."""
         for parameter in (self.query_weight, self.key_weight):
             torch.nn.init.constant_(parameter, 0.0 if self.zero_centered_gamma else 1.0)
 

@@ -1,4 +1,4 @@
-"""The basic operations under the path that they have in transformer_engine: `tandem.ops.basic.BasicLinear` is `tandem.ops.BasicLinear`."""
+"""The basic ops under their path in transformer_engine: `tandem.ops.basic.BasicLinear` is `tandem.ops.BasicLinear`."""
 
 from typing import TYPE_CHECKING
 

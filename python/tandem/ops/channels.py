@@ -6,7 +6,7 @@ from typing_extensions import Self
 
 
 class ChannelsMixin:
-    """Which extra inputs and outputs are bound to channels; fixed once a pipeline has captured the op."""
+    """The channels of an op's extra inputs and outputs. They are fixed once a pipeline has captured the op."""
 
     def _init_channels(self, inputs: int, outputs: int) -> None:
         self._extra_input_channels: list[str | None] = [None] * inputs
@@ -15,11 +15,11 @@ class ChannelsMixin:
         self._extra_tensor_channels_locked = False
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> Self:
-        """Takes extra input `index` from the op that writes `channel`; None: from the caller again.
+        """Reads extra input `index` from the op that writes `channel`; None: from the caller, which is the default.
 
         Args:
-            index: of the extra input, from 0.
-            channel: name that an extra output in front of this op has, or None.
+            index: index of the extra input, from 0.
+            channel: channel of an extra output of an earlier op, or None.
         """
         self._check_channel("input", index, len(self._extra_input_channels), channel)
         self._check_unlocked()
@@ -27,12 +27,12 @@ class ChannelsMixin:
         return self
 
     def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> Self:
-        """Gives extra output `index` to the ops that read `channel`, and to the caller too unless told otherwise. None: to the caller.
+        """Passes extra output `index` to the ops that read `channel`, and by default to the caller too; None: only to the caller.
 
         Args:
-            index: of the extra output, from 0.
-            channel: name that extra inputs behind this op have, or None.
-            output_to_caller: whether it is a result of the pipeline too.
+            index: index of the extra output, from 0.
+            channel: channel of extra inputs of later ops, or None.
+            output_to_caller: whether the extra output is a result of the pipeline too.
         """
         self._check_channel("output", index, len(self._extra_output_channels), channel)
         if type(output_to_caller) is not bool:
@@ -45,13 +45,13 @@ class ChannelsMixin:
         return self
 
     def channel_bindings(self) -> tuple:
-        """(channel of each extra input), ((channel, to caller) of each extra output)."""
+        """(channel of each extra input), ((channel, whether the caller gets it) of each extra output)."""
         return tuple(self._extra_input_channels), tuple(
             zip(self._extra_output_channels, self._extra_output_to_caller, strict=True)
         )
 
     def lock_channels(self) -> None:
-        """A pipeline was planned with the bindings as they are."""
+        """Fixes the channels, because a pipeline was planned with them."""
         self._extra_tensor_channels_locked = True
 
     def _name(self) -> str:

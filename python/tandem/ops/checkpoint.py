@@ -22,7 +22,7 @@ def warn_about_extra_state(key: str) -> None:
 
 
 def rename(state_dict: dict[str, Any], prefix: str, names: dict[str, str]) -> None:
-    """Moves entries under TransformerEngine's names to ours, where ours is absent."""
+    """Renames entries of the state dict from TransformerEngine's names to ours, unless our name is present too."""
     for theirs, ours in names.items():
         if prefix + theirs in state_dict and prefix + ours not in state_dict:
             state_dict[prefix + ours] = state_dict.pop(prefix + theirs)

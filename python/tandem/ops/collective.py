@@ -1,4 +1,4 @@
-"""Collectives over a process group as operations, along the first dimension: each is started as early and waited for as late as it can be."""
+"""Collectives over a process group as ops, along the first dimension. A plan starts each as early, and waits for it as late, as it can."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.ops.op import BasicOperation
 
 
 class _Collective(BasicOperation):
-    """A collective over `process_group`; None: that of all processes."""
+    """A collective over `process_group`; None: the group of all processes."""
 
     _watched_names = ("process_group",)
 
@@ -20,14 +20,14 @@ class _Collective(BasicOperation):
         """Makes a collective.
 
         Args:
-            process_group: who takes part; None: all processes.
+            process_group: the group whose ranks take part; None: all processes.
         """
         super().__init__()
         self.process_group: Any = process_group
 
     @property
     def process_group_size(self) -> int:
-        """How many take part."""
+        """The number of ranks that take part."""
         size: int = self.process_group.size()
         return size
 
@@ -35,11 +35,11 @@ class _Collective(BasicOperation):
         return checked_group(type(self).__name__, value) if name == "process_group" else super()._checked_option(name, value)
 
     def _options(self) -> dict[str, Any]:
-        import torch.distributed._functional_collectives  # noqa: F401  shapes of what is started, for tracing
+        import torch.distributed._functional_collectives  # noqa: F401  registers meta kernels of collectives, for tracing
 
         return {"group": self.process_group.group_name, "size": self.process_group_size}
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy, in this process or another, takes part in the group of the same name
+    def __getstate__(self) -> dict[str, Any]:  # a copy, in this or another process, uses the group of that name
         return {**super().__getstate__(), "process_group": self.process_group.group_name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -50,19 +50,19 @@ class _Collective(BasicOperation):
 
 
 class AllGather(_Collective):
-    """y = the rows of all ranks, [rows, ...] -> [size * rows, ...]; the gradient is the rank's rows of the sum of gradients."""
+    """y = the rows of all ranks, [rows, ...] -> [size * rows, ...]. grad_x is this rank's rows of the sum over ranks of grad_y."""
 
     _kind = "all_gather"
 
 
 class ReduceScatter(_Collective):
-    """y = the rank's rows of the sum over ranks, [rows, ...] -> [rows / size, ...]; the gradient is those of all ranks."""
+    """y = this rank's rows of the sum over ranks of x, [rows, ...] -> [rows / size, ...]. grad_x is the rows of grad_y of all ranks."""
 
     _kind = "reduce_scatter"
 
 
 class AllReduce(_Collective):
-    """y = the sum over ranks; the gradient is that of y, which all ranks hold."""
+    """y = the sum over ranks of x, [...] -> [...]. grad_x is grad_y, which is equal on all ranks."""
 
     _kind = "all_reduce"
 
@@ -70,20 +70,20 @@ class AllReduce(_Collective):
         """Makes a sum over ranks.
 
         Args:
-            process_group: who takes part; None: all processes.
-            reduce_in_backward: accepted as by TransformerEngine, which does not use it either.
+            process_group: the group whose ranks take part; None: all processes.
+            reduce_in_backward: accepted for TransformerEngine, without effect, as in TransformerEngine.
         """
         super().__init__(process_group)
 
 
 class ReduceGradient(_Collective):
-    """y is x, which all ranks hold; the gradient is the sum over ranks."""
+    """y = x, which is equal on all ranks. grad_x is the sum over ranks of grad_y."""
 
     _kind = "reduce_gradient"
 
 
 def checked_group(op: str, group: Any) -> Any:
-    """The process group, that of all processes where it is None."""
+    """Returns the process group, or for None that of all processes. Raises RuntimeError before torch.distributed is initialized."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise RuntimeError(
             f"{op}: expected processes that know each other, got none. Call torch.distributed.init_process_group first."
@@ -96,12 +96,12 @@ def checked_group(op: str, group: Any) -> Any:
 
 
 def group_named(name: str) -> Any:
-    """The process group of this name."""
+    """The process group with this name."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
 def collectives(op: str, mode: str | None, group: Any, sequence_parallel: bool) -> tuple[list[BasicOperation], list[BasicOperation], int]:
-    """What stands before and behind the product, and how many ranks share it."""
+    """The collectives before the product, those after it, and the number of ranks that share the weight. Raises ValueError for an unknown mode."""
     if mode is None:
         return [], [], 1
     if mode not in ("column", "row"):
@@ -115,7 +115,7 @@ def collectives(op: str, mode: str | None, group: Any, sequence_parallel: bool) 
 
 
 def _replacement(op: str, group: Any, size: int) -> str | None:
-    """The name of a group that takes the place of one of `size` ranks; None for no group in the place of none."""
+    """The name of `group`, which may replace a group of `size` ranks; None if no ranks share the weight and `group` is None."""
     if group is None and size == 1:
         return None
     group = checked_group(op, group)
@@ -126,20 +126,20 @@ def _replacement(op: str, group: Any, size: int) -> str | None:
 
 
 def share(op: str, name: str, features: int, size: int) -> int:
-    """The features of one rank of `size`."""
+    """The features of each of `size` ranks. Raises ValueError if `size` does not divide `features`."""
     if features % size:
         raise ValueError(f"{op}: expected {name} that {size} ranks share evenly, got {features}. Use a multiple of {size}.")
     return features // size
 
 
 class CollectivesMixin:
-    """An op whose parameters the ranks of a group share, with the collectives before and behind it."""
+    """An op whose parameters the ranks of a group share, with the collectives before and after it."""
 
     tensor_parallel_size: int
 
     @property
     def tensor_parallel_group(self) -> Any:
-        """The ranks that share the weight; None where none do. Another group of as many may be assigned."""
+        """The group whose ranks share the weight; None if one rank has all of it. Another group of equal size may be assigned."""
         return next((part.process_group for part in self._collectives()), None)
 
     @tensor_parallel_group.setter
@@ -149,7 +149,7 @@ class CollectivesMixin:
             part.process_group = group
 
     def _put_around(self, before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
-        self.__dict__["_around"] = (tuple(before), tuple(after))  # no children: they have no state
+        self.__dict__["_around"] = (tuple(before), tuple(after))  # not submodules, as they have no state
 
     def _collectives(self) -> list[_Collective]:
         return [part for parts in self.__dict__.get("_around", ()) for part in parts]

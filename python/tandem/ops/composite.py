@@ -1,4 +1,4 @@
-"""Fused ops that own the parameters of the basic ops that they stand for, each under a name of the owner's."""
+"""Composite ops, which own the parameters of their basic ops. The owner may have other names for these parameters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tandem.quantized.init import forget_init
 
 
 class Shared(MutableMapping[str, Any]):
-    """The `_parameters` of a part. Names lead to the parameters of its owner, so that what replaces one of these, in whatever way, is what the
-    part has. It lists none: what goes through all modules meets each parameter once, where it is held."""
+    """The `_parameters` of a part. Each name leads to a parameter of the owner, so that a part always reads what the owner holds now, however
+    it was replaced. Iteration lists no names, so that code which visits all modules meets each parameter once, at the owner."""
 
     def __init__(self, held: dict[str, Any], names: Mapping[str, str]) -> None:
-        self.held = held  # the owner's, the very dictionary
-        self.names = dict(names)  # the owner's name by the part's
+        self.held = held  # the owner's `_parameters` itself, not a copy
+        self.names = dict(names)  # the part's name -> the owner's name
 
     def __getitem__(self, name: str) -> Any:
         return self.held[self.names[name]]
@@ -42,7 +42,7 @@ class Shared(MutableMapping[str, Any]):
 
 
 class Parts(torch.nn.ModuleList):
-    """`basic_ops` of a composite: a list that stays as it was made, as the parts are views of their owner."""
+    """The `basic_ops` of a composite. The list cannot be changed, because the parts are views of their owner."""
 
     def __init__(self, parts: Sequence[BasicOperation]) -> None:
         super().__init__()
@@ -55,32 +55,32 @@ class Parts(torch.nn.ModuleList):
 
 
 class CompositeOperation(PartsMixin, DeferredMixin, FusedOperation):
-    """Stands for basic ops that it made itself. The parameters are its own, in state dicts too; the parts are views of it that own nothing.
+    """An op that consists of basic ops that it has created. It owns the parameters, also in state dicts; its parts are views and own nothing.
 
-    `apply` and `train` reach the parts. `modules()` does not, nor does all that moves, saves, shards or replaces tensors.
+    `apply` and `train` reach the parts. `modules()` does not, and neither does code that moves, saves, shards or replaces tensors.
     """
 
     def _own(self, parts: Sequence[tuple[BasicOperation, Mapping[str, str]]]) -> None:
-        """Takes the parts, each with the owner's names of its parameters."""
+        """Stores the parts. Each comes with a dict from its own names of parameters to the owner's."""
         for part, names in parts:
             part.__dict__["_parameters"] = Shared(self._parameters, names)
             part.__dict__["_owner"] = self
             forget_init(part)
-        self.__dict__["basic_ops"] = Parts([part for part, _ in parts])  # no child: see above
+        self.__dict__["basic_ops"] = Parts([part for part, _ in parts])  # not a submodule: the class docstring says why
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
-        """Calls `fn` with the parts, what else is held, and this."""
+        """Calls `fn` with each part, each submodule and this module."""
         for part in self.basic_ops:
             part.apply(fn)
         return super().apply(fn)
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the training flag, of the parts too."""
+        """Sets the training flag of this module and of its parts."""
         self.basic_ops.train(mode)
         return super().train(mode)
 
     def _lack(self, name: str, built_with: str, instead: str) -> None:
-        """Registers that there is no parameter of this name, and with which arguments there would be none and one."""
+        """Registers that the module has no parameter `name`, with the arguments that omit it and that would create it."""
         self.register_parameter(name, None)
         self.__dict__["_lacking"] = {**self.__dict__.get("_lacking", {}), name: (built_with, instead)}
 
@@ -107,5 +107,5 @@ class CompositeOperation(PartsMixin, DeferredMixin, FusedOperation):
 
     def _capture(self, changes: Changes) -> None:
         add_watcher(self, changes)
-        for part in self.basic_ops:  # which stay those that they are
+        for part in self.basic_ops:  # the list needs no observer, because it never changes
             part._capture(changes)

@@ -1,4 +1,4 @@
-"""Parameters of modules that are made on the meta device: the first call with a real input gives them memory and first values."""
+"""Parameters on the meta device: the first call with an input on another device allocates them and sets their first values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _making = threading.Lock()
 
 
 class DeferredMixin:
-    """For modules with parameters and `reset_parameters`, which classes of users may define again."""
+    """For modules with parameters and `reset_parameters`, which subclasses of users may override."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -23,7 +23,7 @@ class DeferredMixin:
             cls.reset_parameters = resetting(reset)  # type: ignore[attr-defined]
 
     def _give_first_values(self: Any) -> None:
-        """To be called by constructors: resets the parameters, or, where they are on the meta device, leaves that to the first call."""
+        """Resets the parameters at the end of a constructor. If they are on the meta device, the first call resets them."""
         if any(param.is_meta for param in self.parameters()):
             self.__dict__["_deferred"] = True
         else:
@@ -32,16 +32,16 @@ class DeferredMixin:
         quantize_weights(self)
 
     def _weights_in_codes(self: Any) -> tuple[Sequence[str], str]:
-        """The names of the weights that are in codes where the module is made inside `quantized_model_init`, and the kind of op that multiplies by them."""
+        """The names of weights that `quantized_model_init` replaces by codes, and the kind of the op that multiplies by them."""
         return getattr(self, "_main_grad_names", ()), getattr(self, "_kind", "")
 
     @property
     def device(self: Any) -> torch.device:
-        """Where the parameters are, or, if a device was assigned while they are on the meta device, where they will be made. Assigning moves
-        them."""
+        """The device of the parameters. While they are on the meta device, it is the device assigned here on which they will be allocated.
+        Assigning it moves parameters that have memory."""
         param = next(self.parameters(), None)
         if param is None:
-            raise AttributeError("device")  # for which torch.nn.Module has the text
+            raise AttributeError("device")  # torch.nn.Module replaces this text
         wanted: torch.device | None = self._holder.__dict__.get("_device")
         return wanted if wanted is not None and param.is_meta else param.device
 
@@ -55,7 +55,7 @@ class DeferredMixin:
 
 
 def deferred(modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
-    """Those whose parameters the first call makes, or puts into codes. What has got parameters in another way is none of them any more."""
+    """The modules whose parameters the first call has to allocate or to quantize. A module that got its parameters otherwise is left out for good."""
     found = {}
     for module in modules:
         if module.__dict__.get("_deferred"):
@@ -67,12 +67,12 @@ def deferred(modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
 
 
 def materialize(modules: Iterable[Any], device: torch.device) -> None:
-    """Makes the parameters that are on the meta device, on the device that was assigned or else on `device`. They stay the same objects, which
-    optimizers may hold, unless somebody looks at them whom torch does not tell of a swap; those that have values keep them."""
-    # What is made outlives the modes of this call. A second thread finds it made.
+    """Allocates parameters that are on the meta device, on the device that was assigned or else on `device`. Optimizers may hold the parameters,
+    so they stay the same objects, unless a weak reference or a graph prevents torch's swap of tensors. Parameters with values keep them."""
+    # The parameters outlive the modes of this call. A second thread that waits for the lock finds nothing left to do.
     with _making, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         for module in deferred(modules):
-            finish_at_a_call(module)  # of weights that others have given values
+            finish_at_a_call(module)  # quantizes weights whose values were assigned without reset_parameters
             if not any(param is not None and param.is_meta for param in module._parameters.values()):
                 module.__dict__["_deferred"] = False
                 continue

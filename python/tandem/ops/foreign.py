@@ -1,4 +1,4 @@
-"""Weights of other libraries whose types have products of their own, such as quantized ones: `torch.nn.functional.linear` asks them, where a pipeline cannot."""
+"""Weights of other libraries whose type defines its own product, such as quantized weights. `torch.nn.functional.linear` calls it; a pipeline cannot."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 def has_own_product(weight: Any) -> bool:
-    """Whether the type of a weight defines what functions of torch do with it."""
+    """Whether the type of a weight overrides functions of torch."""
     function = getattr(type(weight), "__torch_function__", None)
     return isinstance(weight, torch.Tensor) and getattr(function, "__func__", None) not in (None, torch.Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 
 def own_products(run: Prepared) -> tuple[int, ...]:
-    """Positions of products with such a weight. None of a run whose ops have more than one input and output, or leave gradients elsewhere."""
+    """Indices of products with such a weight. It is empty for a run whose ops have extra inputs or outputs, or write gradients elsewhere."""
     if run.has_modes or run.num_extra_inputs or run.num_outputs > 1 or any(inputs or outputs for inputs, outputs in run.bindings):
         return ()
     return tuple([at for at, op in enumerate(run.basic_ops) if op._kind == "basic_linear" and not op._joins and has_own_product(getattr(op, "weight", None))])
 
 
 class Piece(NamedTuple):
-    """Consecutive ops as a run of their own, or a product."""
+    """Either consecutive ops as a run of their own, or one product."""
 
-    run: Any  # None: a product
+    run: Any  # None for a product
     product: Any
 
 
 class Pieces:
-    """What a run is cut into at products with such weights, and why."""
+    """The pieces into which such weights divide a run, and the reasons for `explain`."""
 
     def __init__(self, pieces: Sequence[Piece], products: Sequence[BasicUnit]) -> None:
         self.pieces = pieces
@@ -47,7 +47,7 @@ class Pieces:
 
 
 def pieces(now: Prepared, products: tuple[int, ...], run_of: Callable[..., Any]) -> Pieces:
-    """Those of a run, made once. `run_of`: makes a run of ops, their bindings and terms."""
+    """The pieces of a run, computed once for each set of products. `run_of` makes a run from ops, their bindings and terms."""
     key: Any = ("products", *products)
     known: Pieces | None = now.cuts.get(key)
     if known is not None:

@@ -1,4 +1,4 @@
-"""What fused steps of a plan are shown as, by transformer_engine's names where it has one. The library runs the steps; these name what they cover."""
+"""Classes that show fused steps of a plan, with transformer_engine's names where it has one. The library runs the steps; these list their ops."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tandem.ops.unit import BasicUnit, Unit
 
 
 class LibraryFusion(PartsMixin, FusedOperation):
-    """A fused step of the library: `name` is the fusion's."""
+    """A fused step of the library. `name` is the name of its fusion."""
 
     name = ""
-    _members: ClassVar[Mapping[str, type[BasicUnit] | tuple[type[BasicUnit], ...]]] = {}  # in the order in which they stand
+    _members: ClassVar[Mapping[str, type[BasicUnit] | tuple[type[BasicUnit], ...]]] = {}  # by name, in the order of the ops
     _optional: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, basic_ops: Iterable[Unit] | None = None, **members: BasicUnit | None) -> None:
-        """Makes what stands for these ops.
+        """Makes a fused op of these basic ops.
 
         Args:
-            basic_ops: all in order, or None.
-            members: the same by name, as in TransformerEngine: `linear`, `bias`, ...
+            basic_ops: all ops in order, or None.
+            members: the ops by TransformerEngine's names instead, such as `linear` and `bias`; TypeError if one is missing or of another class.
         """
         super().__init__(self._named(members) if basic_ops is None else basic_ops)
 
@@ -49,14 +49,14 @@ class LibraryFusion(PartsMixin, FusedOperation):
 
 
 class ForwardLinearBiasActivation(LibraryFusion):
-    """A product, its bias, and an activation where one follows."""
+    """A product, its bias if any, and the activation behind it if any."""
 
     _members = {"linear": BasicLinear, "bias": Bias, "activation": (_Activation, _Interleaved)}
     _optional = ("bias", "activation")
 
 
 class ForwardLinearBiasAdd(LibraryFusion):
-    """A product, its bias where there is one, and a sum with an extra input."""
+    """A product, its bias if any, and a sum with an extra input."""
 
     _members = {"linear": BasicLinear, "bias": Bias, "add": AddExtraInput}
     _optional = ("bias",)
@@ -69,25 +69,25 @@ class ForwardLinearScaleAdd(LibraryFusion):
 
 
 class BackwardActivationBias(LibraryFusion):
-    """The gradients of a bias and of the activation behind it."""
+    """The gradients of a bias and of the activation that follows it."""
 
     _members = {"bias": Bias, "activation": (_Activation, _Interleaved)}
 
 
 class BackwardAddRMSNorm(LibraryFusion):
-    """The gradient of an RMSNorm and the sum with that of the extra output before it."""
+    """The gradient of an RMSNorm, plus the gradient of the extra output in front of it."""
 
     _members = {"add": MakeExtraOutput, "rmsnorm": RMSNorm}
 
 
 class BackwardLinearAdd(LibraryFusion):
-    """The gradient of a product and the sum with that of the extra output before it."""
+    """The gradient of a product, plus the gradient of the extra output in front of it."""
 
     _members = {"backward_add": MakeExtraOutput, "linear": BasicLinear}
 
 
 class BackwardLinearScale(LibraryFusion):
-    """The gradients of a product and of the constant factor behind it."""
+    """The gradients of a product and of the constant factor that follows it."""
 
     _members = {"linear": BasicLinear, "scale": ConstantScale}
 
@@ -109,7 +109,7 @@ _BACKWARD: dict[tuple[str, ...], type[LibraryFusion]] = {
 
 
 def shown(name: str, ops: Sequence[BasicUnit], *, is_backward: bool) -> LibraryFusion:
-    """What a fused step of the library over `ops` is shown as."""
+    """The fused op that shows a fused step of the library over `ops`."""
     families = [signature_of(op._kind).family if op._kind else "" for op in ops]
     kinds = tuple("activation" if family in ("activation", "glu") else op._kind for op, family in zip(ops, families, strict=True))
     covered: Iterable[Unit] = ops

@@ -1,4 +1,4 @@
-"""A linear layer per group of rows: the experts of a mixture."""
+"""A linear layer with one weight for each group of rows, such as the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
 class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
-    """y_g = x_g weight_g^T + bias_g for the rows x_g of group g, which follow each other; zeros for rows behind the last group.
+    """y_g = x_g weight_g^T + bias_g for the consecutive rows x_g of each group g. Rows of y behind the last group are zeros.
 
-    The extra input holds the number of rows of each group: integers [num_groups], whose sum is at most the rows of x. With `scale_bias` there
-    is another one behind it, `scales`: what the bias of each row is multiplied by. A call may name tensors to write into:
-    `experts(x, splits, output=y, grad_input=grad_x)`, in a `Sequential` `op_kwargs={experts: {"output": y}}`.
+    x is [..., in_features], y [..., out_features]. The extra input `splits` holds the number of rows of each group: integers [num_groups], whose
+    sum is at most the rows of x. With `bias` and `scale_bias` a second extra input `scales` holds the factor of the bias for each row. A call may
+    pass tensors to write: `experts(x, splits, output=y, grad_input=grad_x)`, in a `Sequential` `op_kwargs={experts: {"output": y}}`.
 
     >>> import torch
     >>> from tandem import ops
@@ -63,19 +63,19 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
         """Makes `num_groups` products, each with a weight drawn as torch.nn.Linear draws it and a bias of zeros.
 
         Args:
-            num_groups: how many weights there are: `weight0`, `weight1`, ...
+            num_groups: number of weights: `weight0`, `weight1`, ...
             in_features: size of the last dimension of x.
             out_features: size of the last dimension of y.
             bias: whether there are biases `bias0`, `bias1`, ...
-            device: where the parameters are made; None: torch's default device.
-            dtype: of the parameters; None: `torch.get_default_dtype()`.
-            rng_state_tracker_function: what returns an object whose `fork()` is a context in which the weights are drawn; None: the global
-                generator draws.
-            accumulate_into_main_grad: as for `BasicLinear`, of all weights: these must be alike in what they say of their `main_grad`.
+            device: device of the parameters; None: torch's default device.
+            dtype: dtype of the parameters; None: `torch.get_default_dtype()`.
+            rng_state_tracker_function: a function that returns an object whose `fork()` is a context in which the weights are drawn; None: the
+                global generator draws.
+            accumulate_into_main_grad: as for `BasicLinear`, for all weights, whose attributes about `main_grad` must agree.
             single_grouped_weight: whether there is one parameter `weight` [num_groups, out_features, in_features] instead.
             single_grouped_bias: whether there is one parameter `bias` [num_groups, out_features] instead.
-            delay_wgrad_compute: whether backward leaves the gradients of the weights to `backward_dw`; that of compiled code computes them.
-            scale_bias: whether the bias of each row is multiplied by its number in another extra input.
+            delay_wgrad_compute: whether backward leaves the gradients of the weights to `backward_dw`; in compiled code backward computes them.
+            scale_bias: whether the bias of each row is multiplied by the row's element of a second extra input.
         """
         self.has_bias = flag("GroupedLinear", "bias", bias)
         self.scale_bias = flag("GroupedLinear", "scale_bias", scale_bias)
@@ -103,13 +103,13 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
         if self.has_bias:
             make("bias", self.single_grouped_bias, self.out_features)
         self._parameter_names = tuple(names)
-        if self.delay_wgrad_compute:  # what reduces gradients as they come is to wait for `backward_dw`
+        if self.delay_wgrad_compute:  # Megatron's gradient hooks wait for `backward_dw` if this attribute is set
             for name in self._main_grad_names:
                 getattr(self, name).skip_backward_post_hook = True
         self._give_first_values()
 
     def reset_parameters(self) -> None:
-        """Draws the weights from U(-1/sqrt(in_features), 1/sqrt(in_features)), those of the first group first, and sets biases to zero."""
+        """Draws the weights from U(-1/sqrt(in_features), 1/sqrt(in_features)) in the order of the groups, and sets biases to zero."""
         bound = 1 / math.sqrt(self.in_features)
         with drawing(self._rng_state_tracker_function):
             for name in self._main_grad_names:
@@ -131,10 +131,10 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
         }
 
     def _quantize_slots(self) -> tuple[int, int]:
-        forward, backward = super()._quantize_slots()  # of one group
+        forward, backward = super()._quantize_slots()  # the slots of one group
         return self.num_groups * forward, self.num_groups * backward
 
-    # Gradients of weights that are computed later.
+    # Delayed gradients of weights.
 
     def _weights(self) -> list[torch.nn.Parameter]:
         return [getattr(self, name) for name in self._main_grad_names]
@@ -178,7 +178,7 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _pack(self, name: str, is_single: bool, state_dict: dict[str, Any], prefix: str) -> None:
-        """One tensor for all groups in a state dict becomes one for each, and the other way round, where the module has it otherwise."""
+        """Converts a state dict to the layout of this module: one tensor for all groups, or one for each group."""
         whole, parts = prefix + name, [f"{prefix}{name}{group}" for group in range(self.num_groups)]
         if is_single and whole not in state_dict and all(part in state_dict for part in parts):
             state_dict[whole] = torch.stack([state_dict.pop(part) for part in parts])
@@ -190,5 +190,5 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
 
 
 def _seed_of(text: str, device: torch.device) -> torch.Tensor:
-    """What a quantizer is given that rounds by chance; an empty tensor for others."""
+    """The seed for a quantizer that rounds stochastically; an empty tensor for other quantizers."""
     return torch.randint(torch.iinfo(torch.int64).max, (), device=device) if ":sr=1" in text else torch.empty(0)

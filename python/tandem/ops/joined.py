@@ -1,7 +1,7 @@
-"""Parameters that are several tensors under names of their own, one behind the other along the first dimension, and one operand of a product.
+"""One operand of a product as several parameters with names of their own, stacked along the first dimension.
 
-They lie so in one memory, each with a storage of its own, so that joining them copies nothing. What moves them apart (a parameter that is replaced, a
-wrapper that keeps parameters elsewhere) costs a copy per call and changes nothing else.
+They are adjacent in one memory, each with a storage of its own, so that joining them needs no copy. If something moves them apart (a parameter is
+replaced, a wrapper keeps parameters elsewhere), each call copies them, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Split = Mapping[str, int] | Sequence[str]
 
 
 def split_sizes(op: str, size_name: str, parts: Split, size: int, ranks: int = 1) -> dict[str, int]:
-    """The sizes of the named parts, of this rank of `ranks`.
+    """The sizes of the named parts on one of `ranks` ranks. Raises ValueError or TypeError for parts that do not fit.
 
     Args:
-        op: the name of the op, for errors.
-        size_name: what the parts are parts of, for errors.
-        parts: sizes by name, or names of parts of equal size. Underscores at the end of a name do not count.
-        size: of all parts on all ranks.
-        ranks: that have an equal share of each part.
+        op: name of the op, for errors.
+        size_name: name of the size that is divided, for errors.
+        parts: sizes by name, or names of parts of equal size. Underscores at the end of a name are removed.
+        size: sum of all parts on all ranks.
+        ranks: number of ranks that share each part evenly.
     """
     if not parts or isinstance(parts, str) or not isinstance(parts, (Mapping, Sequence)):
-        kind = ValueError if isinstance(parts, (Mapping, Sequence)) else TypeError  # as TransformerEngine's
+        kind = ValueError if isinstance(parts, (Mapping, Sequence)) else TypeError  # the types that TransformerEngine raises
         raise kind(f"{op}: expected parameters_split to be names, or sizes by name, got {parts!r}. Name the parts in their order.")
     given = list(parts)
     if wrong := [name for name in given if not isinstance(name, str) or not name.rstrip("_").isidentifier()]:
@@ -53,24 +53,24 @@ def split_sizes(op: str, size_name: str, parts: Split, size: int, ranks: int = 1
 
 
 def memory_of(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The memory in which the parts lie one behind the other, as one tensor without a history; None where they lie apart."""
+    """The memory of adjacent parts as one tensor without autograd history; None if the parts are not adjacent."""
     if any(type(part) not in (torch.Tensor, torch.nn.Parameter) or part.is_meta or part.dim() == 0 for part in parts):
         return None
     return _C.memory_of_parts(parts)
 
 
 def are_adjacent(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether the parts lie one behind the other in one memory."""
+    """Whether the parts follow each other in one memory."""
     return memory_of(parts) is not None
 
 
 def laid_together(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Copies that lie one behind the other in one memory, each with a storage of its own; on the meta device the parts themselves."""
+    """Adjacent copies of the parts in one memory, each with a storage of its own; on the meta device the parts themselves."""
     return parts if parts[0].is_meta else _C.laid_together(list(parts))
 
 
 class _Whole(torch.Tensor):
-    """Parts as one tensor. It is made where it is read, so that what its `data` is replaced by goes into the parts."""
+    """Adjacent parts as one tensor, created at each read. Assigning its `data` copies the value into the parts."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -91,7 +91,7 @@ class _Whole(torch.Tensor):
 
 
 class _Together(torch.autograd.Function):
-    """The memory of adjacent parts as one tensor, with a gradient for each."""
+    """Adjacent parts as one tensor without a copy; backward splits its gradient."""
 
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class _Together(torch.autograd.Function):
 
 
 def together(parts: Sequence[torch.Tensor], what: str = "") -> torch.Tensor:
-    """The parts as one tensor: their memory where they are adjacent, else a copy, of which `what`, if it is given, is warned."""
+    """The parts as one tensor: their memory if they are adjacent, otherwise a copy. If `what` is given, a warning says that it is a copy."""
     if torch.compiler.is_compiling():
         return torch.cat(list(parts))
     if not are_adjacent(parts):
@@ -121,10 +121,10 @@ def together(parts: Sequence[torch.Tensor], what: str = "") -> torch.Tensor:
 
 
 def bring_together(parts: Sequence[torch.nn.Parameter | None]) -> None:
-    """Gives plain parameters one memory, the parts one behind the other, and so codes where they lie as the numbers do. They stay the same objects.
+    """Moves parameters, or their codes if these have the shape of the parameters, so that they are adjacent. The parameters stay the same objects.
 
-    Each has a storage of its own over its part of the memory: libraries that save weights tell shared ones by their storage, and keep one of them. What
-    processes share stays where it is.
+    Each has a storage of its own over its part of the memory: libraries that save weights recognize shared ones by their storage, and keep one of them.
+    Memory that is shared between processes is not moved.
     """
     if parts and all(isinstance(part, QuantizedTensor) for part in parts):
         return _bring_codes_together(parts)  # type: ignore[arg-type]
@@ -156,19 +156,19 @@ def _bring_codes_together(parts: Sequence[QuantizedTensor]) -> None:
         if any(_is_shared(piece) for piece in pieces):
             continue
         for part, own, piece in zip(parts, _C.laid_together(pieces), pieces, strict=True):
-            for each in ("rowwise_data", "columnwise_data"):  # one may be the other
+            for each in ("rowwise_data", "columnwise_data"):  # both may be one tensor
                 if getattr(part, each) is piece:
                     setattr(part, each, own)
 
 
 class JoinedMixin:
-    """For modules some of whose parameters are several tensors: `_joined` names these by the operand that they are."""
+    """For modules with operands that are several parameters. `_joined` holds the names of these parameters by operand."""
 
     def _join(self, names: Mapping[str, tuple[str, ...]], rows: Mapping[str, int] | None = None) -> None:
         self.__dict__.update(_joined=dict(names), _rows_of_parts=dict(rows or {}))
 
     def _check_parts(self) -> None:
-        """To be called where a call has failed: raises ValueError where a part has not the rows that it was made with."""
+        """Raises ValueError if a part has another number of rows than at construction. Callers use it after a call has failed."""
         for name, rows in self.__dict__.get("_rows_of_parts", {}).items():
             part = getattr(self, name, None)
             if part is not None and (part.dim() == 0 or part.shape[0] != rows):
@@ -178,7 +178,7 @@ class JoinedMixin:
                 )
 
     def _parts_of(self, operand: str) -> list[torch.nn.Parameter | None]:
-        """The parameters that an operand is made of."""
+        """The parameters of which an operand consists."""
         return [getattr(self, name) for name in self.__dict__.get("_joined", {}).get(operand, (operand,))]
 
     def _bring_together(self) -> None:

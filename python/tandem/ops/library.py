@@ -1,5 +1,5 @@
-"""Classes of the ops that have none of their own in `tandem.ops`: each is made of the op's signature. Ops of a C++ extension are here too,
-once it is loaded. An op called "soft_clip" is `tandem.ops.library.SoftClip`, its sizes are positional, its options are keywords.
+"""Classes, created from signatures, of ops that have none in `tandem.ops`, including ops of a loaded C++ extension. The op "soft_clip" is
+`tandem.ops.library.SoftClip`; its sizes are positional arguments, its options are keywords.
 
 >>> from tandem.ops import library
 >>> library.class_of("gelu")
@@ -25,14 +25,14 @@ from tandem.ops.signature import Signature, signature_of
 
 
 class LibraryOperation(DeferredMixin, BasicOperation):
-    """An op of the library by its signature."""
+    """An op of the library, described by its signature."""
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         """Makes the op.
 
         Args:
-            sizes: what its parameters are made of, such as the last dimension of x.
-            options: those of the op; where it has parameters also `device`, where they are made, and their `dtype`.
+            sizes: sizes of its parameters, such as that of the last dimension of x.
+            options: options of the op; if it has parameters, also their `device` and `dtype`.
         """
         super().__init__()
         name, signature = type(self).__name__, signature_of(self._kind)
@@ -49,7 +49,7 @@ class LibraryOperation(DeferredMixin, BasicOperation):
         self._give_first_values()
 
     def reset_parameters(self) -> None:
-        """Gives the parameters their first values."""
+        """Sets the first values of the parameters, as the signature declares them."""
         for parameter in signature_of(self._kind).parameters:
             tensor = self.get_parameter(parameter.name)
             if parameter.init == "zeros" or (parameter.zeros_if and getattr(self, parameter.zeros_if)):
@@ -74,7 +74,7 @@ _OWN = _own_classes()
 
 
 def class_name(kind: str) -> str:
-    """What the class that is made for an op is called."""
+    """The name of the class that is created for an op."""
     return "".join(part.capitalize() for part in kind.split("_"))
 
 
@@ -93,8 +93,8 @@ def _parameters_of(signature: Signature) -> list[inspect.Parameter]:
 
 @functools.cache
 def class_of(kind: str) -> type[BasicOperation]:
-    """The class of the op that the library calls `kind`: that of `tandem.ops`, or one that is made here. Raises ValueError for an op that is
-    not registered, and NotImplementedError where its signature does not say how its parameters are made."""
+    """The class of the op that the library calls `kind`, from `tandem.ops` or created here. Raises ValueError for an op that is not registered,
+    and NotImplementedError if its signature does not say the shape of each parameter."""
     if kind in _OWN:
         return _OWN[kind]
     signature = signature_of(kind)

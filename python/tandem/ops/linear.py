@@ -1,4 +1,4 @@
-"""Products with a weight: `Linear`, and the basic ops that it stands for."""
+"""Products with a weight: `Linear`, and its basic ops `BasicLinear` and `Bias`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tandem.quantized.init import note_init, quantize_weights, quantized_model_i
 
 
 class BasicLinear(CollectivesMixin, JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
-    """y = x weight^T, in the dtype of autocast or of `weight` [out_features, in_features]."""
+    """y = x weight^T: x [..., in_features], weight [out_features, in_features] -> y [..., out_features], in the dtype of autocast or of `weight`."""
 
     weight: torch.nn.Parameter
 
@@ -55,24 +55,24 @@ class BasicLinear(CollectivesMixin, JoinedMixin, DeferredMixin, DelayedMixin, Ba
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
     ) -> None:
-        """Makes a product with a weight that is drawn as `reset_parameters` says.
+        """Makes a product with a weight, which `reset_parameters` draws.
 
         Args:
             in_features: size of the last dimension of x.
             out_features: size of the last dimension of y.
-            device: where the parameter is made; None: torch's default device.
-            dtype: of the parameter; None: `torch.get_default_dtype()`.
+            device: device of the parameter; None: torch's default device.
+            dtype: dtype of the parameter; None: `torch.get_default_dtype()`.
             tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as for `Linear`. The collectives are ops of the pipeline before and
-                behind this one.
-            rng_state_tracker_function: what returns an object whose `fork()` is a context in which the weight is drawn; None: the global generator
-                draws.
-            userbuffers_options: None or empty; no other value is known yet.
-            accumulate_into_main_grad: whether the gradient of `weight` is added to `weight.main_grad`, in the product itself, instead of being
-                returned; it takes its place where `weight.overwrite_main_grad` is set. Where `weight.grad_added_to_main_grad` exists it is set, and a
-                gradient without meaning is returned, of zeros where `weight.zero_out_wgrad` is set.
+                after this one.
+            rng_state_tracker_function: a function that returns an object whose `fork()` is a context in which the weight is drawn; None: the
+                global generator draws.
+            userbuffers_options: None or empty; another value raises NotImplementedError.
+            accumulate_into_main_grad: whether the product adds the gradient of `weight` to `weight.main_grad` instead of returning it. If
+                `weight.overwrite_main_grad` is true, the gradient overwrites `main_grad`. If `weight.grad_added_to_main_grad` exists, it is set to
+                True and a dummy gradient is returned: of zeros if `weight.zero_out_wgrad` is true, otherwise uninitialized.
             delay_wgrad_compute: whether backward leaves the gradient of `weight` to `backward_dw`.
-            save_original_input: under a recipe: whether x is kept as it is and quantized again in backward, to the same bits, instead of having its
-                codes kept. Saves memory where x is kept anyway, by who makes it or by other readers; costs a pass over x.
+            save_original_input: whether forward keeps x instead of its codes under a recipe; backward quantizes x a second time, to the same bits.
+                This saves memory if x is kept anyway, by its producer or for other readers, and costs a pass over x.
         """
         super().__init__()
         at_default("BasicLinear", userbuffers_options=userbuffers_options or None)
@@ -103,7 +103,7 @@ class BasicLinear(CollectivesMixin, JoinedMixin, DeferredMixin, DelayedMixin, Ba
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the ranks share the first dimension outside. False where one rank has the whole weight."""
+        """Whether the ranks share the first dimension of x or y outside of the product. False if one rank has the whole weight."""
         return self._sequence_parallel
 
     @sequence_parallel.setter
@@ -152,7 +152,7 @@ class BasicLinear(CollectivesMixin, JoinedMixin, DeferredMixin, DelayedMixin, Ba
 
 
 class Bias(JoinedMixin, DeferredMixin, BasicOperation):
-    """y = x + bias, over the last dimension."""
+    """y = x + bias: x [..., size], bias [size] -> y like x, in the dtype to which x and bias promote; under autocast, in the dtype of x."""
 
     bias: torch.nn.Parameter
 
@@ -173,11 +173,11 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
         """Makes a bias of zeros.
 
         Args:
-            size: of the last dimension of x, over all ranks.
-            device: where the parameter is made; None: torch's default device.
-            dtype: of the parameter; None: `torch.get_default_dtype()`.
-            tensor_parallel: whether ranks share the last dimension: each has a part of x and of the bias.
-            tensor_parallel_group: the ranks that do; None: all processes.
+            size: size of the last dimension of x, over all ranks.
+            device: device of the parameter; None: torch's default device.
+            dtype: dtype of the parameter; None: `torch.get_default_dtype()`.
+            tensor_parallel: whether ranks share the last dimension, so that each has a part of x and of the bias.
+            tensor_parallel_group: the group of these ranks; None: all processes.
         """
         super().__init__()
         group = checked_group("Bias", tensor_parallel_group) if flag("Bias", "tensor_parallel", tensor_parallel) else None
@@ -186,12 +186,12 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
         self.size = positive("Bias", "size", size)
         self.local_size = share("Bias", "size", self.size, ranks)
         self.bias = torch.nn.Parameter(torch.empty(self.local_size, device=device, dtype=parameter_dtype("Bias", dtype)))
-        self._group_name = None if group is None else group.group_name  # by which copies find it
+        self._group_name = None if group is None else group.group_name  # copies find the group by its name
         self._give_first_values()
 
     @property
     def tensor_parallel_group(self) -> Any:
-        """The ranks that share the last dimension; None where none do. It counts for the constructor: ranks exchange nothing."""
+        """The group whose ranks share the last dimension; None if no ranks do. It only sets the size of the bias: the ranks exchange nothing."""
         return None if self._group_name is None else group_named(self._group_name)
 
     @tensor_parallel_group.setter
@@ -208,11 +208,11 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
 
 
 class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
-    """y = x weight^T + bias: `BasicLinear`, then `Bias`.
+    """y = x weight^T + bias: x [..., in_features] -> y [..., out_features], by `BasicLinear`, then `Bias`.
 
-    The parameters are `weight` and `bias` of this module, in state dicts too; state dicts of TransformerEngine are read as well.
-    `basic_ops` are views of it for fusion functions: they own nothing. It is a `torch.nn.Linear` to libraries that look for these.
-    With `parameters_split` the parameters are `<name>_weight` and `<name>_bias` of each part, and `weight` and `bias` are these as one tensor.
+    This module owns the parameters `weight` and `bias`; it reads state dicts of TransformerEngine too. Its `basic_ops`, which fusion functions get, are
+    views that own nothing. It is an instance of `torch.nn.Linear`, because other libraries look for that class. With `parameters_split`
+    the parameters are `<name>_weight` and `<name>_bias` of each part, and `weight` and `bias` read these as one tensor.
 
     >>> import torch
     >>> from tandem import ops
@@ -247,19 +247,19 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         Args:
             in_features: size of the last dimension of x.
             out_features: size of the last dimension of y.
-            bias: whether there is one; False: `bias` is None.
-            device: where the parameters are made; None: torch's default device.
-            dtype: of the parameters; None: `torch.get_default_dtype()`.
-            tensor_parallel_mode: "column": each rank holds a part of the output features, and gives these; "row": each holds a part of the input
-                features, and its bias is a term of a sum over ranks, as in TransformerEngine. None: no rank knows of another.
-            tensor_parallel_group: the ranks; None: all processes.
-            sequence_parallel: with a mode: the ranks share the first dimension outside: x is gathered before a column-parallel product, y
-                scattered behind a row-parallel one.
-            rng_state_tracker_function: what returns an object whose `fork()` is a context in which the weight is drawn; None: the global generator
-                draws.
-            accumulate_into_main_grad: as for `BasicLinear`; False with `parameters_split`.
-            parameters_split: the output features as parts, in order: their sizes by name, or names of parts of equal size. Each part has
-                parameters of its own, in one memory behind each other, so that they run as one product without a copy. None: one part without a name.
+            bias: whether there is a bias; False: `bias` is None.
+            device: device of the parameters; None: torch's default device.
+            dtype: dtype of the parameters; None: `torch.get_default_dtype()`.
+            tensor_parallel_mode: "column": each rank holds a part of the output features and returns them. "row": each rank holds a part of the
+                input features, and y is the sum over ranks, to which every rank adds its bias, as in TransformerEngine. None: one rank computes y.
+            tensor_parallel_group: the group of these ranks; None: all processes.
+            sequence_parallel: with a mode, whether the ranks share the first dimension of x or y outside of the product: x is gathered before a
+                column-parallel product, y is scattered after a row-parallel one.
+            rng_state_tracker_function: a function that returns an object whose `fork()` is a context in which the weight is drawn; None: the
+                global generator draws.
+            accumulate_into_main_grad: as for `BasicLinear`; with `parameters_split`, True raises ValueError.
+            parameters_split: parts of the output features, in order: sizes by name, or names of parts of equal size. Each part has parameters
+                of its own, adjacent in one memory, so that one product runs without copying them. None: no parts.
         """
         before, after, size = collectives("Linear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         local_in, local_out = positive("Linear", "in_features", in_features), positive("Linear", "out_features", out_features)
@@ -276,7 +276,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
                     "Linear: expected accumulate_into_main_grad=False with parameters_split, as a product adds to one main_grad, got True. "
                     "Build one Linear for each part."
                 )
-        with quantized_model_init(enabled=False):  # what is drawn here, or by a class of the user's, is quantized at the end
+        with quantized_model_init(enabled=False):  # the weights are quantized at the end, after a subclass's reset_parameters too
             linear = BasicLinear(
                 local_in,
                 local_out,
@@ -303,7 +303,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         self._own_around((linear, *added), before, after)
         self.__dict__["_deferred"] = is_meta = next(self.parameters()).is_meta
         if type(self).reset_parameters is not Linear.reset_parameters and not is_meta:
-            self.reset_parameters()  # where it is this class's, the parts have drawn
+            self.reset_parameters()  # the constructors of the parts have called this class's, but not a subclass's
         note_init(self)
         quantize_weights(self)
 
@@ -311,7 +311,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         return [name for name in self._parameters if name.endswith("weight")], BasicLinear._kind
 
     def _split(self, ops: Sequence[BasicOperation], parts: dict[str, int]) -> None:
-        """Makes the rows of each op's parameter parameters of their own."""
+        """Replaces each op's parameter by one parameter for each part."""
         joined, rows_of_parts = {}, {}
         for op in ops:
             (operand,) = op._parameter_names
@@ -329,7 +329,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
 
     @property
     def tensor_parallel_group(self) -> Any:
-        """The ranks that share the weight; None where none do. Another group of as many may be assigned."""
+        """The group whose ranks share the weight; None if one rank has all of it. Another group of equal size may be assigned."""
         return next((part.process_group for part in self.basic_ops if isinstance(part, _Collective)), None)
 
     @tensor_parallel_group.setter
@@ -341,7 +341,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the ranks share the first dimension outside. False where one rank has the whole weight."""
+        """Whether the ranks share the first dimension of x or y outside of the product. False if one rank has the whole weight."""
         return self._sequence_parallel
 
     @sequence_parallel.setter
@@ -352,19 +352,19 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         self._tell()
 
     def reset_parameters(self) -> None:
-        """Draws `weight` as torch.nn.Linear does and sets `bias` to zero."""
+        """Draws `weight` as torch.nn.Linear does, and sets `bias` to zero."""
         for part in self.basic_ops:
             if isinstance(part, (BasicLinear, Bias)):
                 part.reset_parameters()
-        self._bring_together()  # of what was on the meta device
+        self._bring_together()  # parts that were on the meta device have memory now
 
     def _transformer_engine_names(self) -> dict[str, str]:
-        if self.__dict__.get("_joined"):  # there is no such thing there
+        if self.__dict__.get("_joined"):  # TransformerEngine's Linear has no parts
             return {}
         return {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
 
     def _transformer_engine_states(self) -> list[str]:
-        is_reduced = self.tensor_parallel_mode == "row"  # by an op of its own
+        is_reduced = self.tensor_parallel_mode == "row"  # the reduction is an op of its own
         return [f"basic_ops.{index}." for index in range(1 + (self.bias is not None) + is_reduced)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
@@ -372,7 +372,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         for owner in self._transformer_engine_states():
             drop_extra_state(state_dict, f"{prefix}{owner}_extra_state")
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._bring_together()  # of what was assigned
+        self._bring_together()  # load_state_dict(assign=True) may have replaced parts
 
     def extra_repr(self) -> str:
         parallel = f", tensor_parallel_mode={self.tensor_parallel_mode}" if self.tensor_parallel_mode else ""

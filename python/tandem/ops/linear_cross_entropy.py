@@ -1,4 +1,4 @@
-"""The loss of a model with many classes, as a function."""
+"""The cross entropy of a model with many classes, as a function."""
 
 from __future__ import annotations
 
@@ -69,33 +69,33 @@ def linear_cross_entropy(
     process_group: Any = None,
     return_predictions: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The cross entropy of input linear_weight^T + linear_bias and the targets, without memory for these logits: `torch.nn.functional.linear_cross_entropy`
-    with its arguments and more: `soft_cap` and those behind it are not torch's. Compiled code calls it as it is, with numbers that it compiles for: another
-    `z_loss`, say, is compiled again.
+    """Cross entropy of the logits input linear_weight^T + linear_bias and the targets, without all logits in memory at once.
+    It is `torch.nn.functional.linear_cross_entropy` with further arguments, from `soft_cap` on. Compiled code treats numbers as constants:
+    another `z_loss`, for example, is compiled anew.
 
     Args:
         input: [..., in_features].
         linear_weight: [num_classes, in_features].
-        target: [...], int64: the number of a class for each row, or `ignore_index`. Probabilities of classes, which torch takes too, are refused.
-        linear_bias: [num_classes].
-        weight: [num_classes], by which the losses of each class are multiplied; it gets no gradient.
-        reduction: "mean" over what the rows weigh, "sum", or "none": a loss for each row.
+        target: [...], int64: the class of each row, or `ignore_index`. Probabilities of classes, which torch accepts too, raise TypeError.
+        linear_bias: [num_classes], or None.
+        weight: [num_classes]: factors of the losses of each class, or None. It gets no gradient.
+        reduction: "mean" weighted by the factors of the rows, "sum", or "none" for one loss per row.
         ignore_index: rows with this target have loss 0 and no gradient; None: -100, as in torch.
         label_smoothing: from 0 to 1; the share of a target that is spread over all classes.
-        options: None. What torch chooses by it, how many logits there are at once, has no meaning here.
-        soft_cap: logits become soft_cap tanh(logits / soft_cap); 0: they stay.
-        z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row; class weights do not multiply this term.
-        process_group: the ranks that share the classes: `linear_weight`, `linear_bias` and `weight` are those of this rank's classes, rank 0 has the
-            first. All ranks pass the same `input` and `target`, which counts all classes, and get the same loss and the same gradient of `input`.
+        options: None. In torch it bounds the number of logits in memory; other values raise TypeError.
+        soft_cap: at least 0; logits become soft_cap tanh(logits / soft_cap); 0: logits stay unchanged.
+        z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row; `weight` does not multiply this term.
+        process_group: the group whose ranks share the classes: each passes `linear_weight`, `linear_bias` and `weight` of its own classes, in the
+            order of ranks. All ranks pass the same `input` and `target`, which counts all classes, and get the same loss and gradient of `input`.
             None: this process has all classes.
-        return_predictions: whether the class of the largest logit of each row, int64, is returned behind the loss.
+        return_predictions: whether the class of the largest logit of each row, int64, is returned after the loss.
 
     Returns:
-        The loss in float32, float64 where `linear_weight` is.
+        The loss in float32, or in float64 if `linear_weight` is float64: [], or [...] with `reduction` "none".
 
     Raises:
-        ValueError: where shapes do not fit, or an option is not as said.
-        TypeError: where an operand is no tensor, or the targets are not int64.
+        ValueError: if shapes do not fit, or an option has a value that is not allowed.
+        TypeError: if an operand is not a tensor, or the targets are not int64.
         IndexError: for the first target that is no class.
 
     >>> import torch, tandem
@@ -103,7 +103,7 @@ def linear_cross_entropy(
     >>> tandem.linear_cross_entropy(x, head.weight, torch.tensor([3, 1, -100, 4, 1])).backward()
     """
     for name, operand in (("input", input), ("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias), ("weight", weight)):
-        is_tensor = hasattr(type(operand), "__torch_function__")  # as what torch.fx traces with has too
+        is_tensor = hasattr(type(operand), "__torch_function__")  # proxies of torch.fx have it too
         if not is_tensor and (operand is not None or name in ("input", "linear_weight", "target")):
             raise TypeError(f"linear_cross_entropy: expected {name} to be a tensor, got {type(operand).__name__}. Pass {_OPERANDS[name]}.")
     if options is not None:

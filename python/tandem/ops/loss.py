@@ -1,4 +1,4 @@
-"""The loss of a model with many classes."""
+"""The loss of a model with many classes, as ops."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
-    """The cross entropy of x weight^T + bias, without memory for these logits.
+    """y = mean of cross_entropy(x weight^T + bias, targets), without all logits in memory at once.
 
-    The extra input holds the targets: the number of a class, int64, for each row of x [..., in_features]. With `reduction` "none" the losses are
-    like the targets, else there is one: their sum, or that over the sum of what the rows weigh. A row weighs 1, or the `class_weight` of its target;
-    one that is ignored weighs nothing. The mean of no rows is NaN, with gradients of zeros. Losses are float32, float64 where the weight is. Recipes do
-    not quantize this product.
+    The extra input `targets` holds the class, int64, of each row of x [..., in_features]. With `reduction` "none" y has the shape of the targets.
+    "sum" adds the losses of all rows, and "mean" divides this sum by the sum of the rows' factors: 1 or the `class_weight` of the target, and 0 for
+    an ignored row. The mean of no rows is NaN, with gradients of zeros. y is float32, or float64 if `weight` is float64. Recipes do not
+    quantize this product.
 
-    With a `tensor_parallel_group` its ranks share the classes: each holds num_classes / size rows of weight, bias and class_weight, rank 0 the
-    first. All ranks pass the same targets, which count all classes, and get the same losses and predictions; of each row a few numbers go between
-    the ranks, never logits.
+    With a `tensor_parallel_group` its ranks share the classes: each holds num_classes / size rows of weight, bias and class_weight, in the order of
+    ranks. All ranks pass the same targets, which count all classes, and get the same losses and predictions. The ranks exchange a few numbers
+    for each row, never logits.
 
     >>> import torch
     >>> from tandem import ops
@@ -63,19 +63,19 @@ class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
 
         Args:
             in_features: size of the last dimension of x.
-            num_classes: how many there are on all ranks.
+            num_classes: number of classes on all ranks together.
             bias: whether logits have a bias, which starts at zero.
-            class_weight: a number for each class of this rank, by which its losses are multiplied; a parameter that is not trained.
+            class_weight: factors of the losses of this rank's classes, a parameter without gradient; None: no factors.
             reduction: "mean", "sum" or "none".
             ignore_index: rows with this target have loss 0 and no gradient.
             label_smoothing: from 0 to 1; the share of a target that is spread over all classes.
-            soft_cap: logits become soft_cap tanh(logits / soft_cap); 0: they stay.
+            soft_cap: at least 0; logits become soft_cap tanh(logits / soft_cap); 0: logits stay unchanged.
             z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row; class weights do not multiply this term.
-            tensor_parallel_group: the ranks that share the classes; None: this process has all.
-            sequence_parallel: whether the ranks share the first dimension of x too, which is gathered; the targets are those of all ranks. Else all
-                ranks hold x, and the gradient of x is the same on all.
-            device: where the parameters are made; None: torch's default device.
-            dtype: of weight and bias; None: `torch.get_default_dtype()`.
+            tensor_parallel_group: the group whose ranks share the classes; None: this process has all.
+            sequence_parallel: whether the ranks also share the first dimension of x, which is gathered; the targets are those of all rows. If
+                False, each rank passes all rows of x and gets the whole gradient of x.
+            device: device of the parameters; None: torch's default device.
+            dtype: dtype of weight and bias; None: `torch.get_default_dtype()`.
         """
         super().__init__()
         name = type(self).__name__
@@ -115,12 +115,12 @@ class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
 
 
 def shared_classes(group: Any) -> dict[str, Any]:
-    """Options of a loss whose classes the ranks of `group` share."""
+    """The options of a loss whose classes the ranks of `group` share."""
     return {"group": group.group_name, "group_size": group.size(), "rank": torch.distributed.get_rank(group)}
 
 
 class LinearCrossEntropyWithPredictions(LinearCrossEntropy):
-    """The same, and as extra output the class of the largest logit of each row, int64, of ignored rows too.
+    """`LinearCrossEntropy` with an extra output: the class of the largest logit of each row, int64, also for ignored rows.
 
     >>> import torch
     >>> from tandem import ops

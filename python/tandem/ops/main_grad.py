@@ -1,4 +1,4 @@
-"""Gradients that go into `weight.main_grad`: what training frameworks with gradient buffers of their own agree on with this library."""
+"""Gradients that are added to `weight.main_grad`: the protocol of training frameworks that have gradient buffers of their own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
 
-Mode = tuple[str, bool] | None  # the gradient that is returned instead, and whether main_grad is overwritten; None: no gradient is needed
+Mode = tuple[str, bool] | None  # kind of dummy gradient, and whether main_grad is overwritten; None: no gradient is required
 
 
 def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
-    """How the gradients of these parameters are given back in a call: in the first micro-batch each takes the place of what `main_grad` holds.
-    Raises RuntimeError where a parameter has no `main_grad`."""
+    """How a call returns the gradients of these parameters. In the first micro-batch each gradient overwrites `main_grad`. Raises RuntimeError if a
+    parameter has no `main_grad`."""
     if not torch.is_grad_enabled():
         return (None,) * len(places)
     is_first = in_first_microbatch()
@@ -28,7 +28,7 @@ def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
             continue
         buffer(param, op)
         dummy = "none"
-        if hasattr(param, "grad_added_to_main_grad"):  # whose owner waits for a gradient to know that main_grad is there
+        if hasattr(param, "grad_added_to_main_grad"):  # the framework's hook runs only if backward returns a gradient
             dummy = "zeros" if getattr(param, "zero_out_wgrad", False) else "empty"
         overwrites = is_first or bool(getattr(param, "overwrite_main_grad", False))
         if overwrites:
@@ -43,12 +43,12 @@ def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
 
 
 def in_first_microbatch() -> bool:
-    """Whether a module's `is_first_microbatch` says so of the call."""
+    """Whether the module that is running was called with `is_first_microbatch=True`."""
     return _C.in_force.said_of_weights == "first micro-batch"
 
 
 def buffer(param: Any, op: str = "Linear") -> torch.Tensor:
-    """The parameter's `main_grad` as it is now."""
+    """The current `main_grad` of a parameter. Raises RuntimeError if it is not a tensor."""
     if hasattr(param, "__fsdp_param__"):
         param.main_grad = param.get_main_grad()
     main_grad = getattr(param, "main_grad", None)
@@ -61,19 +61,19 @@ def buffer(param: Any, op: str = "Linear") -> torch.Tensor:
 
 
 def announce(param: Any) -> None:
-    """Tells the parameter's owner, if it wants to know, that the gradient is, or will be, in main_grad."""
+    """Sets the attribute by which a framework learns that the gradient is, or will be, in main_grad."""
     if hasattr(param, "grad_added_to_main_grad"):
         param.grad_added_to_main_grad = True
 
 
 def take(param: Any) -> torch.Tensor:
-    """What the library calls when backward is about to write the gradient of `param`."""
+    """The `main_grad` into which backward is about to write; the library calls this."""
     announce(param)
     return buffer(param)
 
 
 def absorb(op: str, param: Any, gradient: torch.Tensor, is_first: bool = False) -> torch.Tensor | None:
-    """Adds a gradient to the parameter's `main_grad`, or puts it in the place of what that holds, in the first micro-batch too. Returns its stand-in."""
+    """Adds a gradient to the parameter's `main_grad`, or overwrites it in the first micro-batch or on request. Returns the dummy gradient or None."""
     announce(param)
     target = buffer(param, op)
     if is_first or getattr(param, "overwrite_main_grad", False):
@@ -84,7 +84,7 @@ def absorb(op: str, param: Any, gradient: torch.Tensor, is_first: bool = False) 
 
 
 def stand_in(param: Any) -> torch.Tensor | None:
-    """What is given back in the place of a gradient that is in main_grad: nothing, or a gradient without meaning where the parameter's owner waits for one."""
+    """The dummy gradient to return for a gradient that is in main_grad; None unless the framework waits for a gradient."""
     if not hasattr(param, "grad_added_to_main_grad"):
         return None
     make = torch.zeros if getattr(param, "zero_out_wgrad", False) else torch.empty
@@ -92,7 +92,7 @@ def stand_in(param: Any) -> torch.Tensor | None:
 
 
 def buffers(places: Sequence[tuple[torch.nn.Module, str]]) -> list[torch.Tensor]:
-    """For a call through the dispatcher, which is given them with the other tensors."""
+    """The main_grads of these parameters, which a dispatched call takes as arguments."""
     params = [getattr(module, name) for module, name in places]
     if not is_dynamo_compiling():
         for param in params:

@@ -13,7 +13,7 @@ from tandem.ops.op import BasicOperation
 
 
 class _Norm(DeferredMixin, BasicOperation):
-    """With the attributes of torch's norms, as which libraries look for this."""
+    """A norm that is also an instance of torch's class, with its attributes, because other libraries look for that class."""
 
     weight: torch.nn.Parameter
 
@@ -32,14 +32,14 @@ class _Norm(DeferredMixin, BasicOperation):
         """Makes a norm that neither scales nor shifts.
 
         Args:
-            normalized_shape: sizes of the last dimensions of x, over which the norm goes; a number: that of the last one.
+            normalized_shape: sizes of the last dimensions of x, which the norm reduces; a number: the size of the last one.
             eps: at least 0; added to the mean square or the variance, in units of x squared.
-            device: where the parameters are made; None: torch's default device.
-            dtype: of the parameters; None: `torch.get_default_dtype()`.
+            device: device of the parameters; None: torch's default device.
+            dtype: dtype of the parameters; None: `torch.get_default_dtype()`.
             zero_centered_gamma: whether the factor is 1 + weight rather than weight.
-            sm_margin: not used: how many multiprocessors kernels leave to others.
+            sm_margin: accepted for TransformerEngine, without effect: the number of multiprocessors that kernels leave to others.
         """
-        torch.nn.Module.__init__(self)  # torch's norms, which come next, would make parameters
+        torch.nn.Module.__init__(self)  # the constructors of torch's norms are next and would create parameters
         self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
         name = type(self).__name__
         check_margin(name, sm_margin)
@@ -63,7 +63,7 @@ class _Norm(DeferredMixin, BasicOperation):
 
 
 class RMSNorm(_Norm, torch.nn.RMSNorm):  # type: ignore[misc]
-    """y = x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) with `zero_centered_gamma`."""
+    """y = x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) with `zero_centered_gamma`. y has the shape of x and the dtype of autocast or weight."""
 
     _kind = "rms_norm"
     _parameter_names = ("weight",)
@@ -83,9 +83,9 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):  # type: ignore[misc]
         """Makes a norm that does not scale.
 
         Args:
-            normalized_shape, eps, device, dtype, zero_centered_gamma, sm_margin: as of `LayerNorm`.
-            rounds_before_weight: whether x / sqrt(...) is rounded to the dtype in which the norm computes before it is multiplied by the factor, as in
-                models that write `weight * x_hat.to(x.dtype)`, and again after. Gradients pass that rounding as they pass a cast.
+            normalized_shape, eps, device, dtype, zero_centered_gamma, sm_margin: as for `LayerNorm`.
+            rounds_before_weight: whether x / sqrt(...) is rounded to the dtype of y before it is multiplied by the factor, as in models that
+                write `weight * x_hat.to(x.dtype)`; the product is then rounded a second time. The gradient ignores the first rounding, as for a cast.
         """
         super().__init__(normalized_shape, eps=eps, device=device, dtype=dtype, zero_centered_gamma=zero_centered_gamma, sm_margin=sm_margin)
         self.rounds_before_weight = rounds_before_weight
@@ -95,7 +95,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):  # type: ignore[misc]
 
 
 class LayerNorm(_Norm, torch.nn.LayerNorm):  # type: ignore[misc]
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias; with `zero_centered_gamma` the factor is 1 + weight."""
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias; with `zero_centered_gamma` the factor is 1 + weight. y has the dtype of autocast or weight."""
 
     bias: torch.nn.Parameter
 
@@ -104,18 +104,18 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):  # type: ignore[misc]
 
 
 class L2Normalization(BasicOperation):
-    """y = x / sqrt(sum(x^2) + eps) over the last dimension, in the dtype of x."""
+    """y = x / sqrt(sum(x^2) + eps) over the last dimension; y has the shape of x and, if it is floating, its dtype."""
 
     _kind = "l2_normalization"
     _option_names = ("eps",)
 
     def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
-        """Makes the normalization; it has no parameters.
+        """Makes the normalization, which has no parameters.
 
         Args:
             eps: at least 0; added to the sum of squares, in units of x squared.
-            seq_length: not needed: nothing is compiled ahead of the first call.
-            micro_batch_size: not needed either.
+            seq_length: accepted for TransformerEngine, without effect.
+            micro_batch_size: accepted for TransformerEngine, without effect.
         """
         super().__init__()
         self.eps = eps

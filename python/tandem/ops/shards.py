@@ -1,5 +1,5 @@
-"""What plans of torch.distributed.tensor.parallel may not cut: columns that belong together, of which a rank would hold some. And what has no rule of
-sharding."""
+"""Limits of torch.distributed.tensor.parallel: columns that an op needs together must not be divided between ranks, and some ops have no sharding
+rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PRODUCTS = ("basic_linear", "grouped_linear")
 
 
 def _is_cut_by_rows(weight: Any) -> bool:
-    """Whether ranks hold some rows each, and with them columns of the product."""
+    """Whether each rank holds some rows of the weight, and so computes some columns of the product."""
     return is_shared(weight) and any(
         placement.is_shard(0) and ranks > 1 for placement, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True)
     )
@@ -27,12 +27,12 @@ def _parts(op: BasicUnit) -> dict[str, Any]:
 
 
 def has_parts_of_ranks(ops: Sequence[BasicUnit]) -> bool:
-    """Whether ranks share parts of joined weights, so that calls have something to check."""
+    """Whether ranks share parts of joined weights, which calls then have to check."""
     return any(is_shared(part) for op in ops for part in _parts(op).values())
 
 
 def check_parts(ops: Sequence[BasicUnit]) -> None:
-    """Raises ValueError where the parts of a joined weight are cut by rows: a rank would hold other columns of the product than it seems to."""
+    """Raises ValueError if a part of a joined weight is divided by rows, because a rank's columns of y would all be of one part."""
     for op in ops:
         for name, part in _parts(op).items():
             if _is_cut_by_rows(part):
@@ -44,8 +44,8 @@ def check_parts(ops: Sequence[BasicUnit]) -> None:
 
 
 def cut_product(product: Unit | None, unit: Unit | None, x: Any, y: Any) -> Unit | None:
-    """The product of whose columns y = unit(x) has those of one rank: the unit, if y has fewer than its weight has rows, else that of x, unless a hook has
-    gathered them. A weight that FSDP shares is whole in the call that made y."""
+    """The product of whose columns y = unit(x) has one rank's. It is the unit if y has fewer columns than its weight has rows, otherwise `product`, unless
+    a hook has gathered the columns. A weight that FSDP shards was whole in the call that computed y."""
     weight: Any = unit._parameters.get("weight") if isinstance(unit, torch.nn.Linear) else None
     if is_shared(weight) and not is_shared(y) and y.size(-1) < weight.size(0):
         return unit
@@ -53,8 +53,8 @@ def cut_product(product: Unit | None, unit: Unit | None, x: Any, y: Any) -> Unit
 
 
 def check_columns(product: Unit | None, units: Sequence[Unit], x: Any) -> Unit | None:
-    """Raises ValueError where one of these units, of which the first is given x, would take those columns of a product that a rank holds for all. Returns
-    the product where they keep its columns."""
+    """Raises ValueError if one of these units would take one rank's columns of `product` for all columns. The first unit gets x. Returns the product if
+    the output of the units still has one rank's columns, otherwise None."""
     if product is None or is_shared(x):
         return None
     for op in (op for unit in units for op in unit.flat_ops()):
@@ -66,13 +66,13 @@ def check_columns(product: Unit | None, units: Sequence[Unit], x: Any) -> Unit |
                 f"{op._get_name()}: expected all columns of the {product._get_name()} before it, {use}, got those of one rank. Parallelize with "
                 f"ColwiseParallel(use_local_output=False){instead}."
             )
-        if op._kind in _PRODUCTS or op.is_python_op:  # which may gather them
+        if op._kind in _PRODUCTS or op.is_python_op:  # such an op may gather the columns
             return None
     return product
 
 
 def check_rules(ops: Sequence[BasicUnit], error: NotImplementedError) -> None:
-    """Raises NotImplementedError where that is torch's, which names a kernel op, for want of a rule of sharding."""
+    """Raises NotImplementedError in place of torch's error for a missing sharding rule, which names only a kernel op."""
     if "sharding strategy" not in str(error):
         return
     if "tandem.dropout" in str(error):

@@ -1,4 +1,4 @@
-"""What a user may write of an op, as its definition in the library says it."""
+"""Signatures: the names, options and parameters of an op, as its definition in the library declares them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.ops.arguments import finite, flag, sizes, whole
 
 @dataclass(frozen=True)
 class Size:
-    """A number that shapes of parameters are made of."""
+    """A size that occurs in shapes of parameters."""
 
     name: str
     doc: str
@@ -21,12 +21,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Option:
-    """An option; `type` is "flag", "number", "whole", "text" or "shape"."""
+    """An option. Its `type` is "flag", "number", "whole", "text" or "shape"."""
 
     name: str
     type: str
     default: Any
-    expected: str  # what `default` may be, in words
+    expected: str  # the allowed values, in words
     least: float | None
     greatest: float | None
     words: tuple[str, ...]
@@ -34,7 +34,7 @@ class Option:
     doc: str
 
     def checked(self, op: str, name: str, value: Any) -> Any:
-        """`value` as the op keeps it. Errors are those of `op`, which calls the option `name`."""
+        """`value` as the op stores it. Raises an error of `op`, in which the option is called `name`, if the value is not allowed."""
         if self.type == "flag":
             return flag(op, name, value)
         if self.type == "shape":
@@ -55,7 +55,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: sizes by name, first values ("zeros", "ones" or "kaiming_uniform"), and the flag that makes it start at zero."""
+    """A parameter: names of its sizes, first values ("zeros", "ones" or "kaiming_uniform"), and the option that makes it start at zero."""
 
     name: str
     shape: tuple[str, ...]
@@ -65,7 +65,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """The definition of an op as seen from outside."""
+    """The definition of an op as users see it."""
 
     name: str
     formula: str
@@ -76,14 +76,14 @@ class Signature:
     extra_inputs: tuple[str, ...]
     extra_outputs: tuple[str, ...]
     context: tuple[str, ...]
-    drawn: tuple[str, ...]  # of the context, what a generator gives
+    drawn: tuple[str, ...]  # names of `context` that come from a generator
     dtype_rule: str  # "weight", "input", "promote" or "promote_number"
     depends_on_training: bool
 
 
 @functools.cache
 def signature_of(kind: str) -> Signature:
-    """The signature of the op that the library calls `kind`."""
+    """The signature of the op that the library calls `kind`. Raises the library's error for an unknown op."""
 
     def tuples(fields: dict[str, Any]) -> dict[str, Any]:
         return {name: tuple(value) if isinstance(value, list) and name != "default" else value for name, value in fields.items()}

@@ -20,7 +20,7 @@ class Identity(BasicOperation):
 
 
 class Reshape(BasicOperation):
-    """y = x.reshape(shape); one size may be -1."""
+    """y = x.reshape(shape). One size may be -1, which follows from the number of elements."""
 
     _kind = "reshape"
     _option_names = ("shape",)
@@ -29,7 +29,7 @@ class Reshape(BasicOperation):
         """Makes a change of shape.
 
         Args:
-            shape: sizes of y; at most one is -1 and follows from the others.
+            shape: sizes of y; at most one is -1, others are at least 0. Other values raise ValueError.
         """
         super().__init__()
         self.shape = sizes("Reshape", "shape", shape)
@@ -43,7 +43,7 @@ class Reshape(BasicOperation):
 
 
 class ConstantScale(BasicOperation):
-    """y = x scale."""
+    """y = x scale. y has the shape and dtype of x; integers become torch's default dtype."""
 
     _kind = "constant_scale"
     _option_names = ("scale",)
@@ -53,7 +53,7 @@ class ConstantScale(BasicOperation):
         """Makes a multiplication by a constant.
 
         Args:
-            scale: the factor.
+            scale: the factor, a finite number.
         """
         super().__init__()
         self.scale = scale
@@ -63,7 +63,7 @@ class ConstantScale(BasicOperation):
 
 
 class Dropout(BasicOperation):
-    """In training zero with probability p, else x / (1 - p); y = x in evaluation. Its own `training` flag counts."""
+    """In training y = 0 with probability p, otherwise y = x / (1 - p), for each element; in evaluation y = x. Its own `training` flag decides."""
 
     _kind = "dropout"
     _option_names = ("p",)
@@ -73,14 +73,14 @@ class Dropout(BasicOperation):
         """Makes a dropout.
 
         Args:
-            p: probability in [0, 1] with which an element becomes zero.
+            p: probability, from 0 to 1, with which an element becomes zero.
         """
         super().__init__()
         self.p = p
 
     @property
     def dropout_probability(self) -> float:
-        """`p`, by TransformerEngine's name."""
+        """`p` under TransformerEngine's name."""
         return self.p
 
     @dropout_probability.setter
@@ -92,9 +92,9 @@ class Dropout(BasicOperation):
 
 
 class Quantize(BasicOperation):
-    """Under a recipe, x rounded to the format of inputs (`forward`), the gradient to that of gradients (`backward`).
+    """y = dequantize(quantize(x)) under a recipe: x is rounded to the format of inputs (`forward`), grad_y to the format of gradients (`backward`).
 
-    Where nothing behind it in the pipeline changes y, that is a `tandem.QuantizedTensor`; compiled code that records a gradient of y gives its numbers.
+    If y is a result of the pipeline as it is, it is a `tandem.QuantizedTensor`; compiled code that records a gradient of y returns dequantized values.
     """
 
     _kind = "quantize"
@@ -102,18 +102,18 @@ class Quantize(BasicOperation):
     _names_in_library: ClassVar[dict[str, str]] = {"quantize_forward": "forward", "quantize_backward": "backward"}
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
-        """Makes a point of rounding.
+        """Makes a point of quantization.
 
         Args:
-            forward: whether x is rounded.
-            backward: whether the gradient is.
+            forward: whether x is quantized.
+            backward: whether grad_y is quantized.
         """
         super().__init__()
         self.quantize_forward = forward
         self.quantize_backward = backward
 
     def num_quantizers(self, mode: str) -> int:
-        """Whether x, or the gradient, is rounded, as a number."""
+        """The number of quantizers of a direction, "forward" or "backward": 1 if it quantizes, otherwise 0."""
         check_mode("Quantize", mode)
         return int(self.quantize_forward if mode == "forward" else self.quantize_backward)
 
@@ -122,7 +122,7 @@ class Quantize(BasicOperation):
 
 
 class AddExtraInput(BasicOperation):
-    """y = x + extra, where the caller's extra input broadcasts to x as in torch. `in_place` writes the sum into the extra input."""
+    """y = x + extra, where the extra input broadcasts to x as in torch. With `in_place` the sum may be written into the extra input."""
 
     _kind = "add_extra_input"
     num_extra_inputs = 1
@@ -131,10 +131,9 @@ class AddExtraInput(BasicOperation):
         """Makes a sum with an extra input.
 
         Args:
-            in_place: whether the sum may be written into the extra input. An extra input that is a leaf which requires grad stays one:
-                its gradient is that of the value that it had, so it must not be read again before backward. Other arguments that share its
-                memory must not be read after the sum. Where calls are recorded, as under torch.compile, it keeps its old values; so does one
-                in codes.
+            in_place: whether the sum may be written into the extra input. An extra input that is a leaf which requires grad stays a leaf, with the
+                gradient of its old value, so it must not be read before backward. Other arguments that share its memory must not be read after
+                the sum. If calls are recorded, as under torch.compile, or the extra input is quantized, it keeps its old values.
         """
         super().__init__()
         self.in_place = in_place
@@ -144,7 +143,7 @@ class AddExtraInput(BasicOperation):
 
 
 class MakeExtraOutput(BasicOperation):
-    """y = x, and x is an extra output. `in_place` permits adding gradients in memory that is dead afterwards."""
+    """y = x, and x is also an extra output. With `in_place` backward may add gradients in memory that nothing reads afterwards."""
 
     _kind = "make_extra_output"
     num_extra_outputs = 1
@@ -163,10 +162,10 @@ class MakeExtraOutput(BasicOperation):
 
 
 class Modulate(BasicOperation):
-    """y = x * (1 + scale) + shift, rounded once: adaptive norms, gates and scales of layers.
+    """y = x * (1 + scale) + shift, rounded once, as in adaptive norms, gates and scales of layers.
 
-    The extra inputs scale and shift broadcast to x, and their gradients are sums over the dimensions along which they did: [batch, 1, hidden] for a row of each
-    sequence, [hidden] for one row of all.
+    The extra inputs scale and shift broadcast to x: [batch, 1, hidden] has one row for each sequence, [hidden] one row for all. Their gradients are
+    sums over the broadcast dimensions.
 
     >>> import torch
     >>> from tandem import ops
@@ -183,11 +182,11 @@ class Modulate(BasicOperation):
     _option_names = ("zero_centered", "shift")
 
     def __init__(self, *, zero_centered: bool = True, shift: bool = True) -> None:
-        """Makes the op; it has no parameters.
+        """Makes the op, which has no parameters.
 
         Args:
-            zero_centered: whether the factor is 1 + scale; else it is scale.
-            shift: whether shift is an extra input behind scale; else it is 0.
+            zero_centered: whether the factor is 1 + scale rather than scale.
+            shift: whether shift is an extra input after scale; otherwise it is 0.
         """
         self.__dict__["num_extra_inputs"] = 1 + flag("Modulate", "shift", shift)
         super().__init__()
