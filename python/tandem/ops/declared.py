@@ -1,4 +1,4 @@
-"""Fusions that are declared: a pattern, a refusal, an implementation."""
+"""Declared fusions, which consist of a pattern, a rule that may refuse, and an implementation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ByOp = Mapping[BasicUnit, Any]
 
 
 class DeclaredFusion(RuledFusion):
-    """A function over lists of ops, made of what `register_fusion` was given."""
+    """A fusion function over lists of ops, which `register_fusion` creates from its arguments."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class DeclaredFusion(RuledFusion):
         return found
 
     def refusals(self, ops: Sequence[Unit]) -> list[Refused]:
-        """What the rule refuses in this list."""
+        """The refusals of the rule for matches in this list."""
         found: list[Refused] = []
         first, index = 0, 0
         while index < len(ops):
@@ -94,13 +94,13 @@ class DeclaredFusion(RuledFusion):
 
 
 def _parts(returned: Any, count: int) -> list[Any]:
-    """What an implementation returned, None for what it left out."""
+    """The `count` values that an implementation may return, with None for those that it left out."""
     parts = list(returned) if isinstance(returned, tuple) else [returned]
     return [*parts, *[None] * (count - len(parts))]
 
 
 def _by_op(what: Any, ops: Sequence[BasicUnit], name: str, of: str) -> list[Any]:
-    """The entries of a mapping by op, None for an op without one."""
+    """The entries of a mapping in the order of `ops`, None for an op without an entry. Raises TypeError for other keys."""
     given: ByOp = what or {}
     if not isinstance(given, Mapping) or any(not any(op is known for op in ops) for known in given):
         raise TypeError(f"{name}: expected {of} by op of the pattern, got {type(what).__name__}. Return a dictionary whose keys are the ops that it was given.")
@@ -110,7 +110,7 @@ def _by_op(what: Any, ops: Sequence[BasicUnit], name: str, of: str) -> list[Any]
 def _fused_class(
     name: str, pass_name: str, forward: Callable[..., Any] | None, backward: Callable[..., Any] | None
 ) -> type[FusedOperation]:
-    """The fused op that runs the implementations."""
+    """The class of the fused op that runs the implementations."""
 
     def fuser_forward(
         self: FusedOperation, basic_op_ctxs: list[OperationContext], input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any
@@ -152,7 +152,7 @@ def _fused_class(
 
 
 class _Function:
-    """A function as `call_accepting` takes it, which looks at the function of a method."""
+    """A function in the form of a bound method, of which `call_accepting` inspects `__func__`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__func__ = function
@@ -166,13 +166,13 @@ def _called(function: Callable[..., Any], first: Any, ops: Sequence[BasicUnit], 
 
 
 def _save(contexts: Sequence[OperationContext], ops: Sequence[BasicUnit], saved: Sequence[Any], x: torch.Tensor) -> None:
-    """By the names of each op; what an op saves that was not given is None, which is an error where its backward reads it."""
+    """Saves tensors for the backward of each op by name. A name without a tensor becomes None, which fails if the op's backward reads it."""
     for context, op, own in zip(contexts, ops, saved, strict=True):
         given = dict(own or {})
         if not op.is_python_op:
             given = {**dict.fromkeys(op._context), **given}
             if op is ops[0] and "x" in given and given["x"] is None:
-                given["x"] = x  # which nobody has to say
+                given["x"] = x  # the pattern's input is known, so the implementation need not return it
         context.save_for_backward(**given)
 
 
@@ -190,11 +190,11 @@ def register_fusion(
     refuse: Callable[..., str | None] | None = None,
     prepend: bool = False,
 ) -> FusionHandle:
-    """Registers a fusion that is declared: a pattern, an implementation, and a rule that may refuse.
+    """Registers a declared fusion: a pattern, an implementation, and a rule that may refuse.
 
-    Wherever basic ops of the pattern's classes follow each other in a pipeline, and `refuse` gives no reason against it, the implementation runs
-    in their place. With `forward` alone it is a fusion of forward, with `backward` alone one of backward, with both one of both directions; the
-    contract of each is that of `register_forward_fusion`, `register_backward_fusion` and `register_forward_backward_fusion`.
+    Where consecutive basic ops of a pipeline have the classes of the pattern and `refuse` returns no reason, the implementation replaces them.
+    With `forward` alone it is a forward fusion, with `backward` alone a backward fusion, with both a joint fusion. The contracts of these are
+    those of `register_forward_fusion`, `register_backward_fusion` and `register_forward_backward_fusion`.
 
     >>> import torch
     >>> from tandem import ops
@@ -211,16 +211,16 @@ def register_fusion(
     ['relu_scale']
 
     Args:
-        name: what `explain`, `require_fusion` and messages call it. One that is registered is refused.
+        name: the name in `explain`, `require_fusion` and errors. A name that is registered already raises ValueError.
         pattern: for each op in order its class, or a tuple of classes.
-        forward: `forward(x, *ops)` returns y, or y and what is saved: of a fusion of forward `{op: {name: tensor}}`, with the names under which
-            each op's own forward saves it, for those ops that save anything; of a fusion of both directions any tensors, which backward gets.
-            It may take `extra_inputs`, those of each op, and then returns y, what is saved, and the extra outputs of each op that has any
+        forward: `forward(x, *ops)` returns y, or y and what is saved. A forward fusion saves `{op: {name: tensor}}`, with the names under which
+            the op's own forward saves each tensor, for every op that saves any; a joint fusion saves any tensors, which its backward gets.
+            It may take `extra_inputs`, a tuple for each op, and then returns y, what is saved, and the extra outputs of each op that has any
             (`{op: (tensor, ...)}`).
-        backward: `backward(grad_y, *ops, saved=...)` returns the gradient of x, or that, those of parameters (`{op: {name: gradient}}`), and those
-            of extra inputs (`{op: (gradient, ...)}`). `saved` is what forward saved: of a fusion of backward `{op: {name: tensor}}`.
-        refuse: `refuse(*ops)` returns the reason why these ops are not fused, None where they are. `explain` shows it.
-        prepend: whether it is asked before the fusions registered so far.
+        backward: `backward(grad_y, *ops, saved=...)` returns grad_x, or grad_x, the gradients of parameters (`{op: {name: gradient}}`) and the
+            gradients of extra inputs (`{op: (gradient, ...)}`). `saved` is what forward saved: for a backward fusion `{op: {name: tensor}}`.
+        refuse: `refuse(*ops)` returns the reason why these ops are not fused, which `explain` shows, or None to fuse them.
+        prepend: whether the fusion is tried before the fusions registered so far.
     """
     declared = DeclaredFusion(name, pattern, forward, backward, refuse)
     return register_ruled(declared.pass_name, declared, prepend)

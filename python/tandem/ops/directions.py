@@ -1,4 +1,4 @@
-"""The two directions of an op of the library as methods: what an op that is written in Python calls as its base's, and a fusion as its ops'."""
+"""Forward and backward of an op of the library as methods. Subclasses in Python call them through `super()`, fused ops on their basic ops."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 
 class Call(NamedTuple):
-    """How a forward was called; its context has it, as backward may run under another recipe and with other flags."""
+    """The circumstances of a forward. Its context keeps them, because backward may run under another recipe and with other flags."""
 
     recipe: str
     training: bool
-    asked: tuple[bool, ...]  # which gradients: of x, of extra inputs, of parameters
+    asked: tuple[bool, ...]  # whether the gradient is required of x, of each extra input, and of each parameter
 
 
 class Draws:
-    """What the forwards of ops of the library draw of generators, while a fused forward that may call them runs."""
+    """The tensors, such as seeds, that ops of the library have drawn from generators while a fused forward runs."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Any, torch.Tensor]] = []
@@ -38,7 +38,7 @@ class Draws:
         self._made.append((op, tensor))
 
     def made(self, op: Any, tensor: torch.Tensor | None) -> bool:
-        """Whether the op itself has drawn this."""
+        """Whether `op` itself has drawn `tensor`."""
         return any(op is known and tensor is drawn for known, drawn in self._made)
 
 
@@ -47,7 +47,7 @@ _running = threading.local()
 
 @contextlib.contextmanager
 def drawing() -> Iterator[Draws]:
-    """Notes what ops draw in this thread."""
+    """Records what ops draw in this thread."""
     outer, draws = getattr(_running, "draws", None), Draws()
     _running.draws = draws
     try:
@@ -80,9 +80,9 @@ def _description(
 
 
 class DirectionsMixin:
-    """Forward and backward of an op of the library, each by itself: nothing is recorded for autograd, and nothing fuses."""
+    """Forward and backward of a single op of the library. They record nothing for autograd and fuse nothing."""
 
-    _context_quantizers: ClassVar[tuple[str, ...]] = ()  # fields of a context that TransformerEngine has for quantizers; here a recipe's are its own
+    _context_quantizers: ClassVar[tuple[str, ...]] = ()  # attributes that TransformerEngine sets to quantizers; here they are None
 
     def op_forward_compute(
         self: Any,
@@ -92,11 +92,11 @@ class DirectionsMixin:
         next_op_input_quantizer: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """The output, and what `op_backward` reads: for an op of the library the tensors that the documentation of fusions names.
+        """The output, and what `op_backward` reads: for an op of the library, the tensors that the documentation of fusions names.
 
         Args:
             input_: x.
-            prev_op_grad_output_quantizer, next_op_input_quantizer: None; a recipe quantizes where its products read.
+            prev_op_grad_output_quantizer, next_op_input_quantizer: None, because a recipe quantizes where its products read.
             kwargs: none for an op of the library.
         """
         self._check_is_written("op_forward", kwargs)
@@ -105,13 +105,13 @@ class DirectionsMixin:
         return y, saved
 
     def op_forward_save_ctx(self: Any, ctx: OperationContext, input_: torch.Tensor, tensors_to_save: Any, **kwargs: Any) -> None:
-        """Leaves on `ctx` what `op_backward` reads.
+        """Saves what `op_backward` reads on `ctx`.
 
         Args:
-            ctx: that of the call.
+            ctx: the context of the call.
             input_: x.
-            tensors_to_save: what `op_forward_compute` has returned.
-            kwargs: those of the call.
+            tensors_to_save: what `op_forward_compute` returned; ValueError if their number differs.
+            kwargs: the keyword arguments of the call.
         """
         self._check_is_written("op_forward", {})
         names = self._context
@@ -134,13 +134,13 @@ class DirectionsMixin:
         next_op_input_quantizer: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The one-piece forward: computes, and leaves on `ctx` what `op_backward` reads.
+        """Computes the output, and saves what `op_backward` reads on `ctx`: the one-piece forward.
 
         Args:
-            ctx: that of the call.
+            ctx: the context of the call.
             input_: x.
             prev_op_grad_output_quantizer, next_op_input_quantizer: None.
-            kwargs: what the caller gives to the op, `op_kwargs` of a container.
+            kwargs: the caller's arguments of the op, `op_kwargs` of a container.
         """
         self._check_is_written("op_forward", kwargs)
         self._check_single("op_forward")
@@ -149,10 +149,10 @@ class DirectionsMixin:
         return y
 
     def op_backward(self: Any, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
-        """The gradient of the input, and those of the parameters in the order of `parameters()`. None stands for zeros.
+        """grad_x, and the gradients of the parameters in the order of `parameters()`. None stands for zeros.
 
         Args:
-            ctx: what forward has left: `saved_tensors` and fields.
+            ctx: the context that forward filled: `saved_tensors` and attributes.
             grad_output: the gradient of the output.
         """
         self._check_is_written("op_backward", {})
@@ -178,13 +178,13 @@ class DirectionsMixin:
     def fuser_forward_save_ctx(
         self: Any, basic_op_ctxs: Sequence[OperationContext], input_: torch.Tensor, tensors_to_save: Any, **unused: Any
     ) -> None:
-        """Leaves on the context what `fuser_backward` reads.
+        """Saves what `fuser_backward` reads on the context.
 
         Args:
-            basic_op_ctxs: that of the call.
+            basic_op_ctxs: the context of the call, in a list of one entry.
             input_: x.
-            tensors_to_save: what `fuser_forward_compute` has returned.
-            unused: the arguments of compute.
+            tensors_to_save: what `fuser_forward_compute` returned.
+            unused: the keyword arguments of `fuser_forward_compute`.
         """
         DirectionsMixin.op_forward_save_ctx(self, basic_op_ctxs[0], input_, tensors_to_save[0])
 
@@ -198,14 +198,14 @@ class DirectionsMixin:
         next_op_input_quantizer: Any = None,
         basic_op_kwargs: Sequence[dict[str, Any]] = ({},),
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        """The output, and the extra outputs in a list of one entry. Of an op that defines `op_forward`, that.
+        """The output, and the extra outputs in a list of one entry. It calls `op_forward` if the op defines that method.
 
         Args:
-            basic_op_ctxs: one context.
+            basic_op_ctxs: the context of the call, in a list of one entry.
             input_: x.
             basic_op_extra_inputs: the extra inputs, in a list of one entry.
             prev_op_grad_output_quantizer, next_op_input_quantizer: None.
-            basic_op_kwargs: what the caller gives to the op, in a list of one entry.
+            basic_op_kwargs: the caller's arguments of the op, in a list of one entry.
         """
         if self._forward_prefix == "op":
             self._check_single("op_forward")
@@ -219,13 +219,13 @@ class DirectionsMixin:
     def fuser_backward(
         self: Any, basic_op_ctxs: Sequence[OperationContext], grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Sequence[Tensors] = ((),)
     ) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
-        """The gradient of the input, those of the parameters and of the extra inputs, each in a list of one entry. Of an op that defines
-        `op_backward`, that.
+        """grad_x, the gradients of the parameters and the gradients of the extra inputs, the last two in lists of one entry. It calls
+        `op_backward` if the op defines that method.
 
         Args:
-            basic_op_ctxs: one context, as forward has left it.
+            basic_op_ctxs: the context that forward filled, in a list of one entry.
             grad_output: the gradient of the output.
-            basic_op_grad_extra_outputs: those of the extra outputs, in a list of one entry.
+            basic_op_grad_extra_outputs: the gradients of the extra outputs, in a list of one entry.
         """
         if self._forward_prefix == "op" or type(self).op_backward is not DirectionsMixin.op_backward:
             self._check_single("op_backward")
@@ -236,7 +236,7 @@ class DirectionsMixin:
         return grad_x, [grad_params], [grad_inputs]
 
     def _check_is_written(self: Any, method: str, kwargs: Any) -> None:
-        """Only ops of the library have these methods without defining them, and no arguments."""
+        """Raises NotImplementedError for an op in Python that lacks `method`, and TypeError for arguments of an op of the library."""
         direction = "forward" if "forward" in method else "backward"
         if not self._kind:
             prefix = method.partition("_")[0]
@@ -310,11 +310,11 @@ class DirectionsMixin:
         return gradients[0], self._given_back(gradients[1 + extra :]), tuple(gradients[1 : 1 + extra])
 
     def _asked_now(self: Any, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, asked: list[bool]) -> list[bool]:
-        """Which gradients of parameters this backward computes, of those that are asked for."""
+        """Which of the required gradients of parameters this backward computes."""
         return asked
 
     def _given_back(self: Any, gradients: Sequence[torch.Tensor | None]) -> Tensors:
-        """Those of the parameters, less those that are added to a `main_grad`."""
+        """The gradients of the parameters to return. A gradient that is added to a `main_grad` is replaced by its dummy gradient or None."""
         if not getattr(self, "accumulate_into_main_grad", False):
             return tuple(gradients)
         return tuple(
@@ -325,14 +325,14 @@ class DirectionsMixin:
         )
 
     def _context_fields(self: Any, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
-        """What a context has besides tensors, under TransformerEngine's names. `x` is None where only backward is the caller's; then `input_shape` is
-        there already where the op reads it."""
+        """The attributes of a context besides tensors, under TransformerEngine's names. `x` is None if only backward is written in Python;
+        `input_shape` then exists already if the op reads it."""
         like = next((tensor for tensor in (*saved, x) if tensor is not None and tensor.is_floating_point()), None)
         return {"dtype": like.dtype if like is not None else None, **dict.fromkeys(self._context_quantizers)}
 
 
 class PartsMixin:
-    """The two directions of what stands for ops of the library: theirs."""
+    """Forward and backward of an op that consists of ops of the library: it runs theirs."""
 
     def fuser_forward(
         self: Any,
@@ -344,7 +344,7 @@ class PartsMixin:
         next_op_input_quantizer: Any = None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor | None, ...]]]:
-        """The parts one after the other."""
+        """Runs `fuser_forward` of the parts in order."""
         return _parts_forward(self.flat_ops(), basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
 
     def fuser_backward(
@@ -354,7 +354,7 @@ class PartsMixin:
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
     ) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
-        """The parts from the last to the first."""
+        """Runs `fuser_backward` of the parts in reverse order."""
         return _parts_backward(self.flat_ops(), basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
 
@@ -365,7 +365,7 @@ def _parts_forward(
     extra_inputs: Sequence[Tensors],
     kwargs: Sequence[dict[str, Any]],
 ) -> tuple[torch.Tensor, list[Tensors]]:
-    """`fuser_forward` of ops one after the other, with the channels between them."""
+    """`fuser_forward` of ops in order, with the channels between them."""
     channels: dict[str, torch.Tensor | None] = {}
     results: list[Tensors] = []
     for part, context, given, own in zip(parts, contexts, extra_inputs, kwargs, strict=True):
@@ -381,7 +381,7 @@ def _parts_forward(
 def _parts_backward(
     parts: Sequence[Any], contexts: Sequence[OperationContext], grad: torch.Tensor | None, grad_extra_outputs: Sequence[Tensors]
 ) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
-    """`fuser_backward` of ops, from the last to the first."""
+    """`fuser_backward` of ops in reverse order, with the channels between them."""
     channels: dict[str, torch.Tensor] = {}
     grad_params: list[Any] = []
     grad_inputs: list[Any] = []

@@ -1,4 +1,4 @@
-"""A pipeline by itself, as an object that shows what was planned: for code that is written against transformer_engine's OperationFuser."""
+"""A pipeline as an object that shows its plans, for code that is written against transformer_engine's OperationFuser."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tandem.ops.prepared import Outputs
 from tandem.ops.run import OpRun
 from tandem.ops.unit import BasicUnit, Unit
 
-Slot = tuple[int, int]  # basic op, and which of its extra inputs or outputs
-Planned = list[tuple[Unit, list[int]]]  # an op, fused or not, and the basic ops that it stands for, in order of forward
+Slot = tuple[int, int]  # index of a basic op, and index of its extra input or output
+Planned = list[tuple[Unit, list[int]]]  # ops, fused or not, each with the indices of its basic ops in order of forward
 
 
 class OperationFuser:
-    """Ops that are one pipeline, with their channels checked and locked.
+    """One pipeline of ops, with its channels checked and fixed.
 
     >>> import torch
     >>> from tandem import ops
@@ -33,10 +33,10 @@ class OperationFuser:
     """
 
     def __init__(self, ops: Iterable[FusibleOperation]) -> None:
-        """Plans nothing yet; raises ValueError where a channel has no producer before its readers, or two.
+        """Prepares the pipeline; the first call plans it. Raises ValueError if a channel has no earlier producer, or two.
 
         Args:
-            ops: those of the pipeline, in order; a fused op stands for its basic ops.
+            ops: the ops of the pipeline in order; a fused op counts as its basic ops. Other modules raise TypeError.
         """
         units = list(ops)
         for unit in units:
@@ -48,7 +48,7 @@ class OperationFuser:
 
     @classmethod
     def _of(cls, run: OpRun) -> OperationFuser:
-        """That of a run of a container."""
+        """The fuser of a run of a container."""
         fuser = cls.__new__(cls)
         fuser._run = run
         return fuser
@@ -56,17 +56,17 @@ class OperationFuser:
     def __call__(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: Sequence[Mapping[str, Any]] | None = None
     ) -> Outputs:
-        """The output, followed by the extra outputs for the caller if there are any.
+        """The output, followed by the extra outputs of which the caller is a reader, if any.
 
         Args:
             input: x of the first op.
-            extra_inputs: one per unbound extra input of the ops, in order.
-            basic_op_kwargs: arguments for the forward of each basic op.
+            extra_inputs: one for each extra input of the ops that is not bound to a channel, in order.
+            basic_op_kwargs: keyword arguments for the forward of each basic op.
         """
         kwargs = {index: given for index, given in enumerate(basic_op_kwargs or ()) if given}
         return self._run(input, extra_inputs, True, kwargs or None)
 
-    # What the pipeline is made of.
+    # The ops of the pipeline.
 
     @property
     def _basic_ops(self) -> list[BasicUnit]:
@@ -88,11 +88,11 @@ class OperationFuser:
     def _flat_basic_op_params(self) -> list[torch.nn.Parameter]:
         return [param for params in self._basic_op_params for param in params]
 
-    # Where extra inputs come from, and where extra outputs go.
+    # The connections of extra inputs and outputs.
 
     @property
     def num_extra_inputs(self) -> int:
-        """How many extra inputs a call takes: those that are not bound to channels."""
+        """The number of extra inputs that a call takes: those that are not bound to channels."""
         count: int = self._run.prepare().num_extra_inputs
         return count
 
@@ -133,7 +133,7 @@ class OperationFuser:
     def _public_extra_output_slots(self) -> list[Slot]:
         return [(op, slot) for op, outputs in enumerate(self._outputs) for slot, (_, to_caller) in enumerate(outputs) if to_caller]
 
-    # What was planned.
+    # The plan.
 
     @property
     def _forward_ops(self) -> Planned:
@@ -144,7 +144,7 @@ class OperationFuser:
         return self._planned("backward")
 
     def _planned(self, direction: str) -> Planned:
-        """The ops of one direction as the last plan runs them."""
+        """The ops of one direction as the last plan runs them. Raises AttributeError before the first call."""
         called = self._run.called_pipelines()
         if not called:
             raise AttributeError(f"OperationFuser: expected a pipeline that has been called, got one without a plan. Call it before _{direction}_ops is read.")
@@ -153,7 +153,7 @@ class OperationFuser:
         fused_steps: dict[int, tuple[Unit, list[int]]] = {}
         for step in plan.get(direction, ()):
             covered = sorted({int(label.partition(".")[0]) for label in step["covers"]}) if step["fused"] else []
-            # The gradient of a fork is a sum, and no step of the fork's own: one that sums stands for the fork as well.
+            # A MakeExtraOutput has no step in backward, because a fused step adds its two gradients: that step covers it too.
             if step["kind"].endswith("_backward_add") and covered and basic_ops[max(covered[0] - 1, 0)]._kind == "make_extra_output":
                 covered.insert(0, covered[0] - 1)
             if covered:
@@ -168,7 +168,7 @@ class OperationFuser:
         return planned
 
     def _shown(self, name: str, covered: list[int], direction: str) -> tuple[Unit, list[int]]:
-        """The user's fused op, or what stands for one of the library, and the ops that it covers: a user's may cover ops without steps too."""
+        """The user's or the library's fused op for a step, and the basic ops that it covers. A user's may also cover ops without steps."""
         basic_ops = self._run.now.basic_ops
         for first in range(covered[0] + 1):
             for made, op in list(basic_ops[first].__dict__.get("_fused_ops", {}).items()):

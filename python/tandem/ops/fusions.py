@@ -25,24 +25,24 @@ FusionFunction = Callable[..., Sequence[Unit]]
 
 _PASSES = {"joint": "forward_backward", "forward": "forward", "backward": "backward"}
 _functions: dict[str, list[FusionFunction]] = {name: [] for name in _PASSES}
-_registered: dict[int, int] = {}  # number of each registered function: a new one at each registration
+_registered: dict[int, int] = {}  # number of each registered function; every registration has a new number
 _numbers = itertools.count()
 
 
 class FusionHandle:
-    """A registered fusion. `remove()`, or the end of a `with` block, takes it out; what was planned is planned again."""
+    """A registered fusion. `remove()`, or the end of a `with` block, unregisters it; pipelines are then planned anew."""
 
     def __init__(self, pass_name: str, function: FusionFunction) -> None:
-        """Made by the register functions.
+        """Makes a handle; the register functions do this.
 
         Args:
             pass_name: "joint", "forward" or "backward".
-            function: what is registered.
+            function: the registered function.
         """
         self._pass_name, self._function, self._is_registered = pass_name, function, True
 
     def remove(self) -> None:
-        """Takes the fusion out. Does nothing the second time."""
+        """Unregisters the fusion. A second call does nothing."""
         if not self._is_registered:
             return
         self._is_registered = False
@@ -61,63 +61,64 @@ class FusionHandle:
 
 
 def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> FusionHandle:
-    """Registers a fusion of forward.
+    """Registers a forward fusion.
 
-    `op_fusion_func(ops, *, recipe)` is called once per plan. It gets the basic ops (a `Linear` is its `BasicLinear` and `Bias`), with what functions
-    before it have fused, for both directions or for this one, in place of the ops that this covers, which are its `basic_ops`. It returns the same
-    list with `FusedOperation` objects in place of the runs that they replace. It may not call the pipeline that is planned, and what it
-    returns depends on nothing but the ops and the recipe.
+    `op_fusion_func(ops, *, recipe)` is called once per plan. It gets the basic ops (a `Linear` is its `BasicLinear` and `Bias`). Fused ops that earlier
+    functions of this pass or of the joint pass returned stand in the list in place of their `basic_ops`. It returns this list with
+    `FusedOperation` objects in place of the runs of ops that they replace. It must not call the pipeline that is planned, and its result must
+    depend on nothing but the ops and the recipe.
 
     The contract of a fused op here: interchangeable with the forward of the ops it covers, each of which keeps its own backward.
 
-    - It computes the same output, and the extra outputs that anything outside of it wants.
+    - It computes the same output, and the extra outputs that ops outside of it or the caller read.
     - It saves on the context of each covered op what the op's own backward reads: for ops of the library the tensors listed in "A fusion in
-      Python" (docs/extending.md), by name or in that order; for ops written in Python what their own forward saves, tensors by the same names
-      or in the same order, and fields. What does not fit is an error that says which.
-    - `basic_op_extra_inputs` holds None where a channel comes from another covered op: what flows inside is the fused op's own business.
-    - Where no gradient is wanted (`ctx.requires_grad` is False) it saves nothing.
-    - The `seed` of a `Dropout` is what the op's own forward has drawn in the call; another is an error.
+      Python" (docs/extending.md), by name or in that order; for ops in Python the tensors that their own forward saves, with equal names
+      or in equal order, and its attributes. A context that does not fit raises an error that names it.
+    - `basic_op_extra_inputs` holds None for a channel from another covered op, because the fused op passes such tensors on itself.
+    - If `ctx.requires_grad` is False, it saves nothing.
+    - As `seed` of a `Dropout` it saves the tensor that the op's own forward drew in this call; another tensor raises an error.
 
     Args:
         op_fusion_func: the function.
-        prepend: whether it is asked before those registered so far.
+        prepend: whether the function is called before those registered so far.
     """
     return _register("forward", op_fusion_func, prepend)
 
 
 def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> FusionHandle:
-    """Registers a fusion of backward. `op_fusion_func` is called as that of `register_forward_fusion` is.
+    """Registers a backward fusion. `op_fusion_func` is called as in `register_forward_fusion`.
 
-    The contract of a fused op here: interchangeable with the backward of the ops it covers, whose forwards ran by themselves.
+    The contract of a fused op here: interchangeable with the backward of the ops it covers, whose own forwards ran.
 
     - `fuser_backward` finds on the context of each covered op what the op's own forward saved, and may read `ctx.saved_tensors` or
-      `ctx.saved_tensor(name)`; an error says which context has something else. What no gradient that is asked for is computed from is None.
-    - It returns the gradient of the input, those of the parameters of each op, and those of its extra inputs, all that require grad.
-    - `basic_op_grad_extra_outputs` holds what readers outside of it contribute, None where there are none. What a covered op contributes to the
-      extra output of another is the fused op's own business, and what it returns for such an extra input is not used.
-    - Under a recipe `x` and `weight` of products are QuantizedTensors, with the codes that backward reads; a recipe that keeps amaxes refuses it.
-    - It does not run, and the ops' own backward does, where some of these gradients are not asked for and others cannot be had without.
+      `ctx.saved_tensor(name)`; an error names a context with other contents. A saved tensor that no required gradient depends on is None.
+    - It returns the gradient of the input, of the parameters of each op and of its extra inputs, as far as they require one.
+    - `basic_op_grad_extra_outputs` holds the gradients from readers outside of the fused op, None if there are none. For a channel between two
+      covered ops, the fused op adds the gradients itself, and the gradient that it returns for such an extra input is ignored.
+    - Under a recipe `x` and `weight` of products are QuantizedTensors with the codes that backward reads. A recipe that keeps amaxes refuses the fusion.
+    - The ops' own backward runs instead of it if some of these gradients are not required, and the fusion could not compute the others alone.
 
     Args:
         op_fusion_func: the function.
-        prepend: whether it is asked before those registered so far.
+        prepend: whether the function is called before those registered so far.
     """
     return _register("backward", op_fusion_func, prepend)
 
 
 def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> FusionHandle:
-    """Registers a fusion of both directions. `op_fusion_func` is called as that of `register_forward_fusion` is.
+    """Registers a joint fusion, of both directions. `op_fusion_func` is called as in `register_forward_fusion`.
 
     The contract of a fused op here: it replaces both directions of the ops it covers, or neither.
 
-    - What `fuser_forward` saves on the contexts, tensors and fields, is what `fuser_backward` finds there. No op of its own reads it.
-    - Where no gradient is asked for, its forward runs alone.
-    - Inputs, outputs, channels and gradients are as for fusions of one direction.
-    - It comes first: ops that it covers are left to no other fusion. A fusion of one direction comes before those of the library for both.
+    - `fuser_backward` finds on the contexts the tensors and attributes that `fuser_forward` saved. No other op reads them.
+    - If no gradient is required, its forward runs alone.
+    - Inputs, outputs, channels and gradients are as for forward and backward fusions.
+    - Joint fusions come first: the ops that one covers take part in no other fusion. A user's forward or backward fusion comes before the
+      joint fusions of the library.
 
     Args:
         op_fusion_func: the function.
-        prepend: whether it is asked before those registered so far.
+        prepend: whether the function is called before those registered so far.
     """
     return _register("joint", op_fusion_func, prepend)
 
@@ -146,16 +147,16 @@ def _changed(count: int) -> None:
 
 
 class _Returned(NamedTuple):
-    """A fused op in a list that the functions of a pass returned, and the first of them that returned it."""
+    """A fused op in the list that a pass returned, and the first function that returned it."""
 
-    first: int  # of the basic ops that it stands for
+    first: int  # index of its first basic op
     last: int
     op: FusedUnit
     function: FusionFunction
 
 
 class Refused(NamedTuple):
-    """What a fusion's own rule has refused."""
+    """A match of a fusion that its own rule refused."""
 
     first: int
     last: int
@@ -172,21 +173,22 @@ class RuledFusion:
         raise NotImplementedError
 
     def refusals(self, ops: Sequence[Unit]) -> list[Refused]:
-        """What the rule refuses in this list."""
+        """The matches that the rule refuses in this list."""
         raise NotImplementedError
 
 
 def register_ruled(pass_name: str, fusion: RuledFusion, prepend: bool) -> FusionHandle:
-    """Registers it. Raises ValueError where one of its name is registered."""
+    """Registers the fusion. Raises ValueError if a fusion with this name is registered."""
     if any(isinstance(known, RuledFusion) and known.name == fusion.name for functions in _functions.values() for known in functions):
         raise ValueError(f"register_fusion: expected a new name, got {fusion.name!r}, which is registered. Remove its handle first.")
     return _register(pass_name, fusion, prepend)
 
 
 class Fused:
-    """A fused op of a plan, which holds this. The basic ops hold the op as long; where they are gone, a copy without parameters stands in.
+    """A fused op of a plan. The plan holds this object; as long as the plan lives, the first covered op holds the fused op. When the covered ops
+    are gone, a copy of the fused op without parameters replaces it.
 
-    It stands for the ops `first` to `last` of the pipeline; `name` is that of the function which returned it.
+    The fused op covers the ops with indices `first` to `last` of the pipeline. `name` is the name of the function that returned it.
     """
 
     refusal = None
@@ -196,7 +198,7 @@ class Fused:
         self.recipe = recipe or "null"
         self.pass_name, self.name = pass_name, name_of(returned.function)
         self.first, self.last = returned.first, returned.last
-        self.key = f"{op._get_name()}@{next(_numbers)}"  # which tells it in messages
+        self.key = f"{op._get_name()}@{next(_numbers)}"  # identifies the fused op in messages
         op.covered_ops()[0].__dict__.setdefault("_fused_ops", weakref.WeakKeyDictionary())[self] = op
         self._op = weakref.ref(op)
         self._ghost = copy.copy(op)
@@ -213,8 +215,8 @@ class Fused:
 
 
 def written_context(fused: Fused, basic: BasicUnit, context: OperationContext, draws: Draws) -> list[torch.Tensor | None]:
-    """What a fused forward saved on the context of an op of the library, in the order in which the op's own backward reads it. Of what that draws
-    numbers from again it must be what the op's own forward has drawn: nobody else computes with the same numbers."""
+    """What a fused forward saved on the context of an op of the library, in the order in which the op's own backward reads it. A tensor from which
+    backward draws numbers, such as a seed, must be the one that the op's own forward drew, because only that forward used the same numbers."""
     saved = context.to_save or ()
     if context.saved_names and set(context.saved_names) != set(basic._context) or len(saved) != len(basic._context):
         raise ValueError(
@@ -232,10 +234,10 @@ def written_context(fused: Fused, basic: BasicUnit, context: OperationContext, d
 
 
 class _Saved(NamedTuple):
-    """What a forward leaves on the context of an op that is written in Python."""
+    """What a forward saves on the context of an op in Python."""
 
     tensors: tuple[tuple[torch.dtype, int] | None, ...]  # dtype and number of dimensions
-    names: tuple[str, ...]  # of tensors, where they were saved by name
+    names: tuple[str, ...]  # names of the tensors, empty if they were saved without names
     fields: tuple[str, ...]
 
     @classmethod
@@ -245,10 +247,10 @@ class _Saved(NamedTuple):
         return cls(tensors, context.saved_names, fields)
 
     def fits(self, own: Self) -> bool:
-        """Whether a backward that reads `own` finds it here."""
+        """Whether a backward that reads `own` finds all of it in this."""
         if not set(own.fields) <= set(self.fields) or len(self.tensors) != len(own.tensors):
             return False
-        if not own.names:  # read by position
+        if not own.names:  # backward reads by position
             return self.tensors == own.tensors
         return sorted(zip(self.names, self.tensors, strict=False), key=str) == sorted(zip(own.names, own.tensors, strict=True), key=str)
 
@@ -262,13 +264,13 @@ class _Saved(NamedTuple):
 
 
 def note_saved(basic: BasicUnit, context: OperationContext) -> None:
-    """What an op's own forward has saved is what its backward reads."""
+    """Records what an op's own forward saved, which its backward reads."""
     basic.__dict__["_saved"] = _Saved.on(context)
 
 
 def check_saved(fused: Fused, basic: BasicUnit, context: OperationContext) -> None:
-    """What a fused forward has saved for an op that is written in Python must be what the op's own forward saves. Where that has not run,
-    its backward finds out."""
+    """Raises ValueError unless a fused forward saved for an op in Python what the op's own forward saves. If the op's own forward never ran,
+    nothing is known to compare with, and its backward may fail."""
     own: _Saved | None = basic.__dict__.get("_saved")
     written = _Saved.on(context)
     if own is not None and not written.fits(own):
@@ -278,7 +280,7 @@ def check_saved(fused: Fused, basic: BasicUnit, context: OperationContext) -> No
 
 
 def unread(name: str, op: BasicUnit | FusedUnit, contexts: Sequence[OperationContext], error: Exception) -> RuntimeError:
-    """The error of a backward that reads contexts which another forward has written."""
+    """The error for a backward that cannot read the contexts that another forward wrote."""
     written = "; ".join(
         f"tensors ({', '.join(context.saved_names) or len(context.saved_tensors or ())}) and fields "
         f"({', '.join(sorted(set(vars(context)) - {field.name for field in dataclasses.fields(OperationContext)}))})"
@@ -291,7 +293,7 @@ def unread(name: str, op: BasicUnit | FusedUnit, contexts: Sequence[OperationCon
 
 
 def groups(pass_name: str, instances: Sequence[str], recipe: str | None, joint: Sequence[Fused]) -> list[Fused | Refused]:
-    """Asks the functions of a pass for fused ops. `joint`: those of both directions, which the list that these functions get contains."""
+    """The fused ops that the functions of a pass return, and their refusals. The list that they get contains the fused ops `joint` of both directions."""
     if not _functions[pass_name]:
         return []
     ops = [python_op.instance(name) for name in instances]
@@ -302,7 +304,7 @@ def groups(pass_name: str, instances: Sequence[str], recipe: str | None, joint: 
 
 
 def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
-    """What the functions of all passes make of `ops`: pass, first op, last op, number of the function."""
+    """What the functions of all passes return for `ops`: pass, first op, last op, number of the function."""
     quantized = None if recipe == "null" else recipe
     joint = _returned("joint", ops, quantized)[0]
     of_both = [returned[:3] for returned in joint]
@@ -316,7 +318,7 @@ def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int,
 def _returned(
     pass_name: str, ops: Sequence[BasicUnit], recipe: str | None, joint: Sequence[tuple[int, int, FusedUnit]] = ()
 ) -> tuple[list[_Returned], list[Refused]]:
-    """What the functions of a pass make of the ops, in which those of `joint`, each from its first basic op to its last, stand for theirs."""
+    """What the functions of a pass return. Each of `joint` replaces the ops between its two indices in the list that they get."""
     current: list[Any] = list(ops)
     for first, last, op in reversed(joint):
         current[first : last + 1] = [op]
@@ -362,7 +364,7 @@ def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Seq
 
 
 def _tell_of(error: Exception, text: str) -> None:
-    """Beside the error, which is the user's own."""
+    """Adds a note to the error, which keeps the type and text that the user's function gave it."""
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(text)
 

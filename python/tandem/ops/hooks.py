@@ -1,11 +1,11 @@
-"""What makes calling a module more than calling its forward. The library looks at the same lists before it runs a pipeline."""
+"""Hooks, which make calling a module more than calling its forward. The library reads these lists before it runs a pipeline."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.modules.module as _modules
 
-OF_A_MODULE = {  # attributes that hold hooks, and what people call these
+OF_A_MODULE = {  # attributes that hold hooks, and the words for them in messages
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
     "_backward_hooks": "backward hook",

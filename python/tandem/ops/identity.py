@@ -1,4 +1,4 @@
-"""What compiled code knows an op by that is written in Python: which object it is, or what its class declares of it."""
+"""Identities, by which compiled code knows an op in Python: its object, or what its class declares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.ops.places import names, views_stand_in
 from tandem.ops.plain import DEEPEST, Told, tell, tell_plain
 from tandem.ops.unit import BasicUnit
 
-_NO_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | frozenset(BasicUnit._VOLATILE) | {  # of a user, which code may read
+_NO_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | frozenset(BasicUnit._VOLATILE) | {  # names that are not a user's attributes
     "_compiled_call_impl",
     "_deferred",
     "_device",
@@ -42,7 +42,7 @@ _CONTAINERS: dict[type, Callable[[Any], Any]] = {
 
 
 class _Object:
-    """What is told by which object it is: by a number that no other object ever had. Identities hold these."""
+    """A value that is compared by identity. Its number belongs to no other object, ever, because identities keep these alive."""
 
     __slots__ = ("__weakref__", "number", "value")
 
@@ -51,20 +51,20 @@ class _Object:
 
 
 _numbers = itertools.count(1)
-_objects: weakref.WeakValueDictionary[int, _Object] = weakref.WeakValueDictionary()  # by id
-_classes: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()  # numbers that outlive the ops of a class
+_objects: weakref.WeakValueDictionary[int, _Object] = weakref.WeakValueDictionary()  # id -> object
+_classes: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()  # class -> number, which outlives the ops of the class
 
 
 class _Identity(NamedTuple):
-    told: Told  # of the op as it was
+    told: Told  # the op's state as JSON when `text` was computed
     text: str
     objects: list[_Object]
 
 
 def identity(op: BasicUnit) -> str:
-    """What compiled code knows an op by, in this process. Where the op's class declares `fuser_options` it is made of the class and of the values
-    that these attributes have, else of which object the op is and of all its attributes; besides of the names of its operands, of `training`, and
-    of the modules inside it with their attributes and hooks."""
+    """The text by which compiled code knows an op in this process. If the op's class declares `fuser_options`, it depends on the class and the values
+    of these attributes, otherwise on the op's object and all its attributes. In both cases it also depends on the names of the operands,
+    `training`, and the modules inside the op with their attributes and hooks."""
     told, objects = _tell(op)
     last: _Identity | None = op.__dict__.get("_identity")
     if last is None or last.told != told:
@@ -74,7 +74,7 @@ def identity(op: BasicUnit) -> str:
 
 @contextlib.contextmanager
 def own_code(ops: Iterable[BasicUnit]) -> Iterator[None]:
-    """While the ops' own code is traced: what it changes is no change of the ops, or they would be traced again at each call."""
+    """Keeps identities while the ops' own code is traced. Without this, an attribute that this code changes would cause a new trace at each call."""
     known: list[tuple[BasicUnit, _Identity]] = [(op, op.__dict__["_identity"]) for op in ops if "_identity" in op.__dict__]
     known = [(op, before) for op, before in known if _tell(op)[0] == before.told]
     try:
@@ -86,7 +86,7 @@ def own_code(ops: Iterable[BasicUnit]) -> Iterator[None]:
 
 
 def check_declared(op: BasicUnit) -> None:
-    """Raises where what the op's class declares does not tell whether two ops are equal."""
+    """Raises TypeError or ValueError if `fuser_options` of the op's class does not suffice to tell whether two ops are equal."""
     declared = vars(type(op)).get("fuser_options") or ()
     if not isinstance(declared, (tuple, list)):
         raise TypeError(f"{op._get_name()}: expected fuser_options to be a tuple of names, got {declared!r}. Write ({declared!r},) for one attribute.")
@@ -101,7 +101,7 @@ def check_declared(op: BasicUnit) -> None:
 
 
 def _tell(op: BasicUnit) -> tuple[Told, list[_Object]]:
-    """What an identity is made of, and what it must hold."""
+    """The state of an op as JSON, and the objects that an identity must keep alive."""
     objects: list[_Object] = []
 
     def other(value: Any, depth: int) -> Told:
@@ -116,7 +116,7 @@ def _tell(op: BasicUnit) -> tuple[Told, list[_Object]]:
 
     def attributes(module: torch.nn.Module) -> Told:
         operands: Any = torch.Tensor if views_stand_in(module) else ()
-        # A list at once, as other threads may call the module.
+        # The items are copied first, because other threads may call the module meanwhile.
         return [[name, tell(value, other)] for name, value in [*vars(module).items()] if name not in _NO_ATTRIBUTES and not isinstance(value, operands)]
 
     def inner(module: torch.nn.Module) -> Told:
@@ -135,8 +135,8 @@ def _tell(op: BasicUnit) -> tuple[Told, list[_Object]]:
 
 
 def _declared(op: BasicUnit) -> list[str] | None:
-    """The attributes that the op's own class declares, and those that are options of the library; None where it declares none. A subclass may have
-    further code, so it declares anew."""
+    """The attributes that the op's own class declares, and those that are options of the library; None if the class declares none. A declaration
+    of a base class does not count, because a subclass may have code that reads further attributes."""
     own = vars(type(op))
     declared = own.get("fuser_options", () if own.get("_kind") else None)
     return None if declared is None else [*declared, *op._option_names, *op._watched_names]

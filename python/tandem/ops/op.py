@@ -1,4 +1,4 @@
-"""Base classes of operations that a pipeline may fuse, and how one is called."""
+"""Base classes of ops that a pipeline may fuse, and how one is called by itself."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ class FusibleOperation(Unit):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__module__ == __name__:
-            return  # the base classes name all methods
+            return  # the base classes define all methods of both styles
         styles = {prefix: style for prefix in PREFIXES if (style := style_of(cls, prefix)) is not None}
         written = {prefix for prefix in PREFIXES if f"{prefix}_backward" in vars(cls)}
         if written and not styles and cls._forward_prefix is None and getattr(cls, "_kind", ""):
-            styles = {"fuser" if "fuser" in written else "op": "one-piece"}  # of an op of the library, whose forward stays
+            styles = {"fuser" if "fuser" in written else "op": "one-piece"}  # an op of the library keeps its forward
         cls._styles = {**cls._styles, **styles}
         if styles:
             cls._forward_prefix = "fuser" if "fuser" in styles else "op"
         for prefix, style in styles.items():
-            if style == "split":  # the composed form replaces a base's one-piece form
+            if style == "split":  # the composed one-piece forward overrides one that a base class defines
                 setattr(cls, f"{prefix}_forward", getattr(_Composed, f"{prefix}_forward"))
 
     def _run_alone(self) -> OpRun:
-        """The pipeline of this alone, made once."""
+        """The pipeline that consists of this op alone, created once."""
         run = self.__dict__.get("_alone") or OpRun(self.flat_ops(), owner=self)
         run.prepare()
         run = self.__dict__.setdefault("_alone", run)
         changes, token = run.changes, run.now.token
         plain = (changes, token, run.plain_pipeline(), run)
-        self.__dict__.update(_alone_changes=changes, _alone_token=token, _alone_plain=plain)  # at once: other threads read them too
+        self.__dict__.update(_alone_changes=changes, _alone_token=token, _alone_plain=plain)  # in one step, because other threads read them too
         return run
 
     def _call_alone(self, input: Any, extra_inputs: tuple[Any, ...], kwargs: Mapping[int, dict[str, Any]] | None) -> Outputs:
-        """The outputs of this as a pipeline, at once where nothing has to be looked at before the call."""
+        """The outputs of the pipeline that consists of this op alone. If nothing has changed, the eager pipeline is called without further checks."""
         changes, token, pipeline, run = self._alone_plain
         if token is not changes.token:
             run = self._run_alone()
@@ -71,16 +71,16 @@ class FusibleOperation(Unit):
 
 
 class BasicOperation(BasicUnit, FusibleOperation):
-    """One operation. Subclasses written in Python define a forward in one of two styles (see `tandem.ops.styles`) and `op_backward`.
+    """One operation. A subclass in Python defines a forward in one of two styles (see `tandem.ops.styles`) and `op_backward`.
 
-    Compiled code knows an op that is written in Python by which object it is: each op is compiled by itself, and again when one of its attributes has
-    another value. Ops of a class that declares `fuser_options`, the names of attributes with plain values (numbers, texts, None, lists of them), share
-    compiled code where these values are equal; a subclass declares anew. Neither sees globals, closures, class attributes and methods that are replaced,
-    or what changes inside an object: call `torch.compiler.reset()` after such a change.
+    Compiled code knows an op in Python by its object: each op is compiled by itself, and compiled anew when one of its attributes has another value.
+    Ops of a class that declares `fuser_options`, the names of attributes with plain values (numbers, texts, None, lists of them), share compiled code if
+    these values are equal; a subclass declares its own. Changes of globals, closures, class attributes and methods, and changes inside an object, are
+    not seen: call `torch.compiler.reset()` after such a change.
     """
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _run: OpRun | None = None, **kwargs: Any) -> Outputs:
-        """Runs the op alone. `kwargs` go to a forward that is written in Python."""
+        """Runs the op alone. `kwargs` are passed to a forward in Python, or name tensors that an op of the library writes."""
         if type(extra_inputs) is not tuple:
             return self._run_as_fx_root(input, extra_inputs, _run, kwargs)
         if kwargs:
@@ -92,10 +92,10 @@ class BasicOperation(BasicUnit, FusibleOperation):
 
 
 class FusedOperation(FusedUnit, FusibleOperation):
-    """Stands for several basic ops. Fusion functions return these; it holds no state of its own.
+    """A fused op, which replaces several basic ops and owns no state. Fusion functions return such ops.
 
-    A forward (`fuser_forward`, or `fuser_forward_compute` and `fuser_forward_save_ctx`) and `fuser_backward` may be missing independently,
-    according to the pass that it is registered for.
+    A subclass defines a forward (`fuser_forward`, or `fuser_forward_compute` and `fuser_forward_save_ctx`), `fuser_backward`, or both,
+    as the pass for which its function is registered needs them.
     """
 
     def forward(
@@ -105,7 +105,7 @@ class FusedOperation(FusedUnit, FusibleOperation):
         basic_op_kwargs: list[dict[str, Any]] | None = None,
         _run: OpRun | None = None,
     ) -> Outputs:
-        """Runs the basic ops in a pipeline of their own, in which they may fuse."""
+        """Runs the basic ops in a pipeline of their own, where they may fuse."""
         if type(extra_inputs) is not tuple:
             return self._run_as_fx_root(input, extra_inputs, basic_op_kwargs, _run)
         given = {index: each for index, each in enumerate(basic_op_kwargs) if each} or None if basic_op_kwargs else None
@@ -121,7 +121,7 @@ FusedOperation._library_forward = FusedOperation.forward
 
 
 class _Composed:
-    """One-piece forwards of classes that are written in the split style."""
+    """One-piece forwards for classes in the split style."""
 
     def op_forward(
         self: Any,
@@ -132,7 +132,7 @@ class _Composed:
         next_op_input_quantizer: None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """`op_forward_compute`, then `op_forward_save_ctx`."""
+        """Runs `op_forward_compute`, then `op_forward_save_ctx`."""
         quantizers = {
             "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
             "next_op_input_quantizer": next_op_input_quantizer,
@@ -142,7 +142,7 @@ class _Composed:
         return output
 
     def fuser_forward(self: Any, basic_op_ctxs: list[OperationContext], input_: torch.Tensor, **kwargs: Any) -> Any:
-        """`fuser_forward_compute`, then `fuser_forward_save_ctx`."""
+        """Runs `fuser_forward_compute`, then `fuser_forward_save_ctx`."""
         output, extra_outputs, tensors = call_accepting(self.fuser_forward_compute, input_, optional=kwargs)
         call_accepting(self.fuser_forward_save_ctx, basic_op_ctxs, input_, tensors, optional=kwargs)
         return output, extra_outputs

@@ -1,4 +1,4 @@
-"""Where the tensors of an op are: its own, and those of modules inside an op that is written in Python."""
+"""The modules that hold the tensors of an op: the op itself, and modules inside an op in Python."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from tandem.ops.unit import BasicUnit
 
-Place = tuple[torch.nn.Module, str]  # a module, and the name of a tensor in it
-Names = list[list[tuple[str, str]]]  # per tensor: path of the module inside the op, name in it; several where a tensor has several names
+Place = tuple[torch.nn.Module, str]  # a module, and the name of one of its tensors
+Names = list[list[tuple[str, str]]]  # for each tensor its names: path of the module inside the op, and name in that module
 
 
 def views_stand_in(module: torch.nn.Module) -> bool:
-    """Whether parameters are plain attributes: FSDP1 has put views in their place."""
+    """Whether FSDP1 has replaced the module's parameters by views, which are plain attributes."""
     return not getattr(module, "_fsdp_use_orig_params", True)
 
 
 def names(op: BasicUnit, field: str) -> Names:
-    """The names of each tensor in `field` ("_parameters" or "_buffers"), in the order in which gradients are returned."""
+    """The names of each tensor in `field` ("_parameters" or "_buffers"), in the order in which backward returns gradients."""
     if not op.is_python_op:
         return [[("", name)] for name in op._parameter_names] if field == "_parameters" else []
     found: dict[int, list[tuple[str, str]]] = {}
@@ -34,7 +34,7 @@ def names(op: BasicUnit, field: str) -> Names:
 
 
 def at(op: BasicUnit, path: str) -> torch.nn.Module:
-    """The module at a path of `names`."""
+    """The module at a path that `names` returned. Raises RuntimeError if it was removed since."""
     if not path:
         return op if op.is_python_op else op._holder
     try:
@@ -46,11 +46,11 @@ def at(op: BasicUnit, path: str) -> torch.nn.Module:
 
 
 def holding(op: BasicUnit, path: str, name: str) -> Place:
-    """The module that holds a tensor of `names`, and its name there: the owner of a part has names of its own."""
+    """The module that holds a tensor of `names`, and its name there. The owner of a part may have another name for it."""
     return at(op, path), name if path or op.is_python_op else getattr(op._parameters, "names", {}).get(name, name)
 
 
 def places(op: BasicUnit, field: str) -> Iterator[Place]:
-    """Where each tensor that `names` finds is, the first place where it has several."""
+    """The module and name of each tensor of `names`; the first of them if a tensor has several."""
     for (path, name), *_ in names(op, field):
         yield holding(op, path, name)

@@ -1,4 +1,4 @@
-"""Plain values: numbers, texts and the like, and lists of them, told as JSON."""
+"""Plain values as JSON: numbers, texts and the like, and collections of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 _SIMPLE = (type(None), bool, int, str)
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented))
-DEEPEST = 32  # in a plain value
-_LARGE = 1 << 64  # Python writes integers of any size in base 16 only
-Told = Any  # of what JSON holds
+DEEPEST = 32  # levels of nesting in a plain value
+_LARGE = 1 << 64  # Python refuses to write very long integers in base 10, but not in base 16
+Told = Any  # a value that JSON can hold
 
 
 class _Opaque(Exception):
-    """Something is no plain value."""
+    """Raised for a value that is not plain."""
 
 
 def _refuse(value: Any, depth: int) -> Told:
@@ -26,8 +26,8 @@ def _refuse(value: Any, depth: int) -> Told:
 
 
 def tell_plain(value: Any) -> Told | None:
-    """A plain value as JSON that tells it apart: a number, a text, None, a dtype, a device, a member of an enumeration, a list, tuple, set or dict
-    of them. None where it is none."""
+    """JSON that identifies a plain value: a number, a text, None, a dtype, a device, a member of an enumeration, or a list, tuple, set or dict
+    of plain values. None for other values."""
     try:
         return tell(value, _refuse)
     except _Opaque:
@@ -35,7 +35,7 @@ def tell_plain(value: Any) -> Told | None:
 
 
 def tell(value: Any, other: Callable[[Any, int], Told], depth: int = 0) -> Told:
-    """The same of any value: what is not plain in it is told by `other`, which gets the depth too."""
+    """JSON that identifies any value. `other` writes what is not plain in it; it gets the value and the depth."""
     kind = type(value)
     if kind is int and not -_LARGE < value < _LARGE:
         return ["int", hex(value)]

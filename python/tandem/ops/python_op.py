@@ -1,4 +1,4 @@
-"""How a description names an op that is written in Python, and how the runtime finds the op again."""
+"""The names of ops in Python in a description, by which the runtime finds the ops."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _Kwargs = Mapping[str, Any]
 
 
 class _Key:
-    """What a key stands for. The ops that have it hold it."""
+    """What a key refers to: ops and arguments of a call. The ops that have the key hold this object."""
 
     __slots__ = ("__weakref__", "code", "kwargs", "ops")
 
     def __init__(self, kwargs: _Kwargs, code: str | None) -> None:
         self.kwargs = kwargs
-        self.code = code  # the identity in the key, if it is one of compiled code
+        self.code = code  # the identity that the key contains if compiled code shares it
         self.ops: tuple[weakref.ref[BasicUnit], ...] = ()  # newest first
 
 
-_MOST_KEYS = 64  # of one op: those of compiled code change with its attributes, and hold the arguments of a call
+_MOST_KEYS = 64  # limit on the keys of one op: keys of compiled code change with its attributes, and hold the arguments of a call
 _live: weakref.WeakValueDictionary[str, _Key] = weakref.WeakValueDictionary()
 _NONE = _Key({}, None)
 _instances: weakref.WeakValueDictionary[str, BasicUnit] = weakref.WeakValueDictionary()
-_naming = threading.RLock()  # while an op gets a key; another may die meanwhile
-_fusion_functions = 0  # how many are registered
+_naming = threading.RLock()  # held while an op gets a key; reentrant, because another op may be freed meanwhile
+_fusion_functions = 0  # number of registered functions
 _objects = itertools.count(1)
 
 
 def any_fusions() -> bool:
-    """Whether descriptions must name instances, since functions over op lists are registered."""
+    """Whether functions over lists of ops are registered, so that descriptions must name instances."""
     return _fusion_functions != 0
 
 
@@ -57,8 +57,8 @@ def instance(instance_id: str) -> BasicUnit | None:
 
 
 def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> tuple[str, str]:
-    """The op in a description: its name and key. Shared, the key has the op's identity, so that equal ops have one; else it is this op's own.
-    Its operands are the extra inputs, then parameters, then buffers: all tensors that a compiled call must be given."""
+    """The name and key of an op in a description. With `shared`, the key contains the op's identity, so that equal ops have one key; otherwise the key is
+    the op's own. The op's operands are extra inputs, parameters and buffers, in this order: all tensors that a compiled call needs."""
     place = f"{type(op).__module__}:{type(op).__qualname__}"
     name = f"python:{place}:{op.num_extra_inputs}x{params}x{op.num_extra_outputs}x{buffers}{_dtypes(op)}"
     if shared:
@@ -73,14 +73,14 @@ def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: 
         found.ops = (weakref.ref(op), *others)
         keys = op.__dict__.setdefault("_keys", {})
         keys.pop(key, None)
-        keys[key] = found  # the last one
-        if len(keys) > _MOST_KEYS:  # the op's own one, which has no arguments, stays: eager pipelines name it
+        keys[key] = found  # moves the key to the end
+        if len(keys) > _MOST_KEYS:  # the op's own key, without arguments, stays, because eager pipelines name it
             del keys[next(name for name, held in keys.items() if held.code is not None or held.kwargs)]
     return name, key
 
 
 def _dtypes(op: BasicUnit) -> str:
-    """Those of results that the op declares, as the end of its name."""
+    """The declared dtypes of results, as the end of the op's name; empty without a declaration. Raises TypeError or ValueError for a wrong one."""
     if not isinstance(op.extra_output_dtypes, (tuple, list)):
         raise TypeError(
             f"{op._get_name()}: expected extra_output_dtypes to be a tuple or a list, got {type(op.extra_output_dtypes).__name__}. Leave it out where "
@@ -104,13 +104,13 @@ def _dtypes(op: BasicUnit) -> str:
 
 
 def held(key: str) -> _Key | None:
-    """What a key in a description stands for: it stays while this is held and the op lives."""
+    """What a key in a description refers to. The key is valid while the returned object is held and the op lives."""
     return _live.get(key)
 
 
 def live_op(key: str) -> tuple[BasicUnit | None, _Kwargs]:
-    """The op that a key stands for, and the arguments. Of several, the one that was described last: that is the one which is being traced.
-    One that is alive may have changed since it got the key."""
+    """The op and the arguments that a key refers to. If several ops have the key, it is the one described last, because that is being traced.
+    An op whose identity has changed since it got the key is skipped."""
     found = _live.get(key) or _NONE
     for reference in found.ops:
         op = reference()
@@ -120,17 +120,17 @@ def live_op(key: str) -> tuple[BasicUnit | None, _Kwargs]:
 
 
 def is_shared(key: str) -> bool:
-    """Whether a key is one of compiled code."""
+    """Whether the key is one of compiled code."""
     return (_live.get(key) or _NONE).code is not None
 
 
 def has_objects(kwargs: Mapping[int, _Kwargs] | None) -> bool:
-    """Whether an argument is no plain value: a tensor, a function, which belong to one call."""
+    """Whether an argument is an object of one call, such as a tensor or a function, rather than a plain value."""
     return any(tell_plain(value) is None for given in (kwargs or {}).values() for value in given.values())
 
 
 def check_plain(kwargs: Mapping[int, _Kwargs] | None) -> None:
-    """Raises TypeError where an argument is an object: compiled code is found by its arguments, and objects cannot be told from what they were before."""
+    """Raises TypeError for a tensor or a function: compiled code is found by its arguments, and a changed object cannot be recognized."""
     for given in (kwargs or {}).values():
         for name, value in given.items():
             if isinstance(value, torch.Tensor) or callable(value):
@@ -141,7 +141,7 @@ def check_plain(kwargs: Mapping[int, _Kwargs] | None) -> None:
 
 
 def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
-    """Arguments of a call as a text; objects among them get a number, so that no other call has it."""
+    """The arguments of a call as a text. Each object among them gets a new number, so that no two calls share the text."""
     if not kwargs:
         return None
 
@@ -153,7 +153,7 @@ def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
 
 
 def let_go(ops: Iterable[BasicUnit], keys: Iterable[Any]) -> None:
-    """Forgets keys of a call that is over: the objects in their arguments are the caller's."""
+    """Forgets keys of a call that has returned, because the caller owns the objects in their arguments."""
     gone = [id(key) for key in keys if has_objects({0: key.kwargs})]
     for op in ops if gone else ():
         own = op.__dict__.get("_keys", {})

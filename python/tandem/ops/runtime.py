@@ -1,4 +1,4 @@
-"""Runs code of users when the library reaches a step that is written in Python."""
+"""Runs code of users when the library executes a step in Python."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from tandem.quantized.tensor import QuantizedTensor, assembled, in_directions
 from tandem.recipe_state import history_length
 
 Tensors = Sequence[torch.Tensor | None]
-Asked = tuple[bool, list[list[bool]], list[list[bool]]]  # which gradients: of x, of the parameters of each op, of its extra inputs
-_NOT_NOTED = contextlib.nullcontext(None)  # draws of an op by itself
+Asked = tuple[bool, list[list[bool]], list[list[bool]]]  # whether a gradient is required of x, of the parameters of each op, of its extra inputs
+_NOT_NOTED = contextlib.nullcontext(None)  # nobody compares the draws of an op's own forward
 _QUANTIZERS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
 
 class Forward(NamedTuple):
-    """What a forward gives to the library."""
+    """What a forward returns to the library."""
 
     y: torch.Tensor
-    extra_outputs: list[Tensors]  # of each covered op
-    saved: Sequence[Any]  # tensors; of a fusion of one direction those of each covered op
-    fields: Any  # what backward gets besides, a _Fields or None; of a fusion of one direction one of each covered op
+    extra_outputs: list[Tensors]  # for each covered op
+    saved: Sequence[Any]  # tensors; for a forward fusion, a tuple of tensors for each covered op
+    fields: Any  # a _Fields or None, which backward gets too; for a forward fusion, one for each covered op
 
 
-_Like = tuple[Sequence[int], torch.dtype, torch.device]  # what is needed for zeros
+_Like = tuple[Sequence[int], torch.dtype, torch.device]  # what torch.zeros needs
 
 
 def _like(tensor: Any) -> _Like | None:
-    return (tensor.shape, tensor.dtype, tensor.device) if isinstance(tensor, torch.Tensor) else None  # the library refuses what is no tensor
+    return (tensor.shape, tensor.dtype, tensor.device) if isinstance(tensor, torch.Tensor) else None  # the library refuses other values later
 
 
 def _zeros(like: _Like | None) -> torch.Tensor | None:
@@ -54,35 +54,35 @@ def _zeros(like: _Like | None) -> torch.Tensor | None:
 
 
 class Gradients(NamedTuple):
-    """What a backward gives to the library. None stands for zeros, which it asks for where it needs them."""
+    """What a backward returns to the library. None stands for zeros, which the library gets from `zeros` where it needs a tensor."""
 
     x: torch.Tensor | None
-    params: list[Tensors]  # of each covered op
-    extra_inputs: list[Tensors]  # of each covered op
-    likes: dict[str, list[list[_Like | None]]]  # by field
+    params: list[Tensors]  # for each covered op
+    extra_inputs: list[Tensors]  # for each covered op
+    likes: dict[str, list[list[_Like | None]]]  # shapes, dtypes and devices by field of this class
 
     def zeros(self, field: str, op: int, place: int) -> torch.Tensor | None:
-        """None where nobody knows the sizes."""
+        """The zeros that a None stands for; None if their sizes are unknown."""
         return _zeros(self.likes[field][op][place])
 
 
 @dataclass
 class _Fields:
-    """What one call leaves to its backward besides tensors. Lives in the node, so it holds no module: `ghosts` have no parameters."""
+    """What one call passes to its backward besides tensors. It lives in the autograd node, so it holds no module but a ghost without parameters."""
 
     contexts: list[OperationContext]
-    counts: list[int]  # tensors of each context
+    counts: list[int]  # number of tensors of each context
     ghost: Any
-    y_like: _Like | None  # None where nobody but the op could tell
-    x_like: _Like | None  # the same
-    extra_likes: list[list[_Like | None]]  # of each covered op
-    buffers: list[Tensors]  # of each covered op, where others stood in for its own: while tracing
-    written_by: str  # the fusion whose forward has run in place of the op's own, or empty
-    names: list[Names]  # of the parameters and buffers of each covered op in forward: by now they may be others, and a ghost has none
+    y_like: _Like | None  # None inside a forward fusion, where only the fused op knows y
+    x_like: _Like | None  # None inside a forward fusion, where only the fused op knows x
+    extra_likes: list[list[_Like | None]]  # for each covered op
+    buffers: list[Tensors]  # for each covered op, the tensors that replaced its buffers in a trace
+    written_by: str  # name of the fusion whose forward ran instead of the op's own, or empty
+    names: list[Names]  # names of the parameters and buffers of each covered op in forward: the op may have others now, and a ghost has none
 
 
 def _names_of(ops: Sequence[BasicUnit], params: Sequence[Tensors]) -> list[Names]:
-    """The names of the tensors with which a pipeline calls its ops. Buffers are given while tracing only."""
+    """The names of the tensors that a pipeline passes to its ops. It passes buffers only in a trace."""
     found = []
     for op, own in zip(ops, params, strict=True):
         named = names(op, "_parameters")
@@ -101,7 +101,7 @@ def _names_of(ops: Sequence[BasicUnit], params: Sequence[Tensors]) -> list[Names
 
 @contextlib.contextmanager
 def _standing_in(ops: Sequence[BasicUnit], params: Sequence[Tensors], named: Sequence[Names]) -> Iterator[None]:
-    """The tensors of this call in place of the modules' own parameters, where they are others: while tracing, or when the modules are gone."""
+    """Replaces the modules' own parameters by the tensors of this call if they differ: in a trace, or when ghosts run backward."""
     replaced = []
     for op, own, own_names in zip(ops, params, named, strict=True):
         for same, tensor in zip(own_names, own, strict=True):
@@ -125,11 +125,11 @@ def _standing_in(ops: Sequence[BasicUnit], params: Sequence[Tensors], named: Seq
 
 
 def _check_parameters(op: BasicUnit) -> None:
-    """A backward that is written in Python knows the parameters that its class made, and not what others have put in their place."""
+    """Raises RuntimeError if a parameter is computed from others: a backward in Python would return its gradient as the gradient of those."""
     if not op.is_python_op or views_stand_in(op):
         return
     computed = [*op.parametrizations] if is_parametrized(op) else []
-    attributes = [(name, value) for name, value in vars(op).items() if name not in op._parameters]  # FSDP1 puts views beside parameters
+    attributes = [(name, value) for name, value in vars(op).items() if name not in op._parameters]  # FSDP1 stores views as plain attributes
     computed += [name for name, value in attributes if isinstance(value, torch.Tensor) and value.grad_fn is not None]
     if computed:
         raise RuntimeError(
@@ -153,7 +153,7 @@ def _telling_of_constants(op: Any) -> Iterator[None]:
 
 
 def _live(key: Any, given: list[Any]) -> tuple[Any, tuple[BasicUnit], list[Any]]:
-    """The op that a key stands for, alone and as the ops that it covers, and the arguments of its forward."""
+    """The op that a key refers to, a tuple of it as covered op, and the arguments of its forward. Raises RuntimeError if the op is gone."""
     op, kwargs = python_op.live_op(key)
     if op is None:
         raise RuntimeError(
@@ -163,7 +163,7 @@ def _live(key: Any, given: list[Any]) -> tuple[Any, tuple[BasicUnit], list[Any]]
 
 
 def _own(target: str | fusions.Fused, basics: Sequence[Any]) -> Sequence[Any]:
-    """Those whose own code runs, whichever ops have code that is equal."""
+    """The ops whose identity `own_code` keeps: all ops of a fusion, and an op whose compiled code other ops may share."""
     return basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()
 
 
@@ -188,7 +188,7 @@ def _fields(
 
 
 def _contexts(fields: _Fields, saved: Iterable[torch.Tensor | None]) -> list[OperationContext]:
-    """As backward gets them."""
+    """The contexts that backward gets."""
     contexts, tensors = [], iter(saved)
     for kept, count in zip(fields.contexts, fields.counts, strict=True):
         context = OperationContext()
@@ -199,9 +199,9 @@ def _contexts(fields: _Fields, saved: Iterable[torch.Tensor | None]) -> list[Ope
 
 
 def _context_of(op: BasicUnit, saved: Tensors, recipe: str, asked: tuple[bool, ...], shape: Sequence[int] | None) -> OperationContext:
-    """That of an op of the library whose own forward has run; `shape`: that of x, where its backward reads it."""
+    """The context of an op of the library after its own forward. `shape` is the shape of x if the op's backward reads it."""
     context = OperationContext.of(op._context, saved)
-    keeps_amaxes = history_length(recipe) != 0  # which no op has whose context is plain
+    keeps_amaxes = history_length(recipe) != 0  # then no covered op quantizes, because backward fusions of such ops are refused
     context.__dict__["_call"] = Call("null" if keeps_amaxes else recipe, op.training, asked)
     if shape is not None:
         context.__dict__["input_shape"] = torch.Size(shape)
@@ -210,7 +210,7 @@ def _context_of(op: BasicUnit, saved: Tensors, recipe: str, asked: tuple[bool, .
 
 
 def _asked_of(ops: Sequence[BasicUnit], asked: Asked) -> list[tuple[bool, ...]]:
-    """Of each op of a fused backward, which gradients it is asked for: of x and of what other ops of it make, where something before reads them."""
+    """For each op of a fused backward, which gradients are required: also those of x and of extra inputs that earlier ops of the fusion need."""
     is_asked, params, extra_inputs = asked
     made: set[str | None] = set()
     found = []
@@ -225,7 +225,7 @@ def _asked_of(ops: Sequence[BasicUnit], asked: Asked) -> list[tuple[bool, ...]]:
 
 
 def _run_forward(op: Any, contexts: list[OperationContext], x: torch.Tensor, extras: list[Tensors], kwargs: list[dict[str, Any]]) -> Any:
-    """Calls a forward of the `fuser_` or `op_` family in its style."""
+    """Calls the forward of an op in Python by its prefix, `fuser_` or `op_`."""
     if op._forward_prefix == "op":
         styled = _QUANTIZERS if op._styles["op"] == "one-piece" else {}
         return op.op_forward(contexts[0], x, **styled, **kwargs[0]), [()]
@@ -247,7 +247,7 @@ def _as_list(grads: Any) -> list[torch.Tensor | None]:
 
 
 class Runtime:
-    """The object that the library calls; see src/bindings/python_ops.cpp for what it passes."""
+    """The object that the library calls. src/bindings/python_ops.cpp defines the arguments."""
 
     def forward(
         self,
@@ -339,15 +339,15 @@ class Runtime:
     def in_codes(
         self, parts: list[torch.Tensor], text: str, is_of_columns: bool, serves_both: bool, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> QuantizedTensor:
-        """What the library keeps in codes, as the context of a fusion has it."""
+        """A quantized kept value in the form in which the context of a fused op has it."""
         codes = [*parts, None][:3]
         quantizer = quantizer_of_text(text, serves_both or not is_of_columns, serves_both or is_of_columns)
         return in_directions([*codes, *codes], quantizer, dtype, shape)
 
     def written_in_backward(self, state: torch.Tensor) -> None:
-        """Tells AOTAutograd, if it traces, that backward takes what the tensor holds by then: another backward may have written it since forward."""
+        """Tells AOTAutograd, in a trace, that backward reads the current value of a tensor, which another backward may have written since forward."""
         proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-        for proxy in proxies._get_proxies(state) if hasattr(proxies, "_get_proxies") else ():  # torch 2.11 has it under no name
+        for proxy in proxies._get_proxies(state) if hasattr(proxies, "_get_proxies") else ():  # torch 2.11 lacks this function
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
     def groups(
@@ -357,7 +357,7 @@ class Runtime:
 
 
 def quantized(parts: list[torch.Tensor | None], text: str, serves_both: bool, dtype: torch.dtype, shape: list[int]) -> QuantizedTensor:
-    """An output that stays in codes. One whose scale was given has a quantizer with that scale and an amax of its own."""
+    """An output as a QuantizedTensor. If its scale was given in advance, its quantizer has that scale and an amax of its own."""
     both = [*parts[:3], *parts[:3]] if serves_both else parts
     quantizer = quantizer_of_text(text, both[0] is not None, both[3] is not None)
     if isinstance(quantizer, Float8Quantizer):
@@ -368,5 +368,5 @@ def quantized(parts: list[torch.Tensor | None], text: str, serves_both: bool, dt
 
 
 def install() -> None:
-    """Makes the library call this module; once, when the package is imported."""
+    """Makes the library call this module. The package does so once, when it is imported."""
     _C.set_runtime(Runtime())

@@ -1,6 +1,6 @@
-"""The two styles in which an op is written in Python, and what a class must define for each.
+"""The two styles of an op in Python, and what a class must define for each.
 
-split:      `op_forward_compute` and `op_forward_save_ctx`, or, with extra inputs or outputs, the same with the prefix `fuser_`
+split:      `op_forward_compute` and `op_forward_save_ctx`; with extra inputs or outputs `fuser_forward_compute` and `fuser_forward_save_ctx`
 one-piece:  `op_forward(ctx, ...)`, or `fuser_forward(basic_op_ctxs, ...)`
 """
 
@@ -15,7 +15,7 @@ PREFIXES = ("op", "fuser")
 
 
 def style_of(cls: type, prefix: str) -> str | None:
-    """ "split", "one-piece", or None where the class body defines no forward with this prefix. Raises TypeError on half a pair or a mix."""
+    """ "split", "one-piece", or None if the class body defines no forward with this prefix. Raises TypeError for half a pair or a mix."""
     whole, compute, save = (f"{prefix}_forward{end}" for end in ("", "_compute", "_save_ctx"))
     defined = [name for name in (whole, compute, save) if name in vars(cls)]
     if not defined:
@@ -38,7 +38,7 @@ def style_of(cls: type, prefix: str) -> str | None:
 
 @cache
 def _accepted(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the keyword arguments that a function takes, None if any."""
+    """The names of the keyword arguments that a function takes; None if it takes any name."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -46,7 +46,7 @@ def _accepted(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def call_accepting(method: Callable[..., Any], *arguments: Any, optional: dict[str, Any], **required: Any) -> Any:
-    """Calls a bound method with those of the `optional` keyword arguments that it takes; `required` ones always."""
+    """Calls a bound method with all `required` keyword arguments, and with those of the `optional` ones that it takes."""
     accepted = _accepted(method.__func__)  # type: ignore[attr-defined]
     if accepted is not None:
         optional = {name: value for name, value in optional.items() if name in accepted}
