@@ -1,4 +1,4 @@
-"""Tensors of the caller that steps of a pipeline write: what a call gives of them, besides the main_grad of parameters."""
+"""Tensors of the caller that steps of a pipeline write, besides the `main_grad` of parameters."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from tandem.ops import main_grad
 
 
 class Modes(NamedTuple):
-    """What is written of the caller's in a call."""
+    """The tensors of the caller that one call of a pipeline writes."""
 
-    main_grads: tuple[main_grad.Mode, ...] = ()  # by place of a parameter whose gradient goes into its main_grad
-    delayed: tuple[int, ...] = ()  # ops that leave gradients of weights to be computed later
-    given: tuple[tuple[int, tuple[str, ...]], ...] = ()  # ops that write tensors that come with the call, and the options that say so
-    is_first: bool = False  # whether gradients that are computed later take the place of what main_grad holds
+    main_grads: tuple[main_grad.Mode, ...] = ()  # one for each parameter whose gradient goes into its main_grad
+    delayed: tuple[int, ...] = ()  # indices of ops that leave gradients of weights to be computed later
+    given: tuple[tuple[int, tuple[str, ...]], ...] = ()  # indices of ops that write arguments of the call, with the options that declare it
+    is_first: bool = False  # whether gradients that are computed later overwrite main_grad
 
 
 class Entry(list[torch.Tensor]):
-    """What gradients of an op's weights are computed from: grad_y, x and what else a step leaves, last a text."""
+    """The operands from which one delayed gradient of an op's weights is computed: grad_y, x, further tensors of the step, and a text in the last."""
 
-    is_first = False  # of the first micro-batch
+    is_first = False  # whether backward belongs to the first micro-batch
 
 
 class Delayed:
-    """What gradients of weights that are computed later are computed from: entries of grad_y, x and what else a step leaves, last a text."""
+    """The entries from which an op computes delayed gradients of its weights, oldest first."""
 
-    graphs: ClassVar[set[str]] = set()  # descriptions of compiled pipelines: equal ones share the code, and are not traced again
+    graphs: ClassVar[set[str]] = set()  # descriptions of traced pipelines; equal descriptions share compiled code, and are traced only once
 
     def __init__(self, delay_wgrad_compute: bool = False, tensors: int = 4) -> None:
         """Makes a store without entries.
 
         Args:
-            delay_wgrad_compute: whether its op delays gradients.
-            tensors: how many an entry has.
+            delay_wgrad_compute: whether the op delays gradients.
+            tensors: number of tensors of an entry.
         """
         self.enabled, self.tensors = delay_wgrad_compute, tensors
         self.context: deque[Entry] = deque()
-        self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()  # `Prepared`s that its op is in
-        self.has_graphs = False  # of calls through torch's dispatcher, compiled ones aside
+        self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()  # each `Prepared` that contains the op
+        self.has_graphs = False  # whether a dispatched call in eager code has run the op
         self._making = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,20 +59,20 @@ class Delayed:
         return self.enabled
 
     def pop(self) -> Entry:
-        """Takes out the oldest entry. RuntimeError where there is none."""
+        """Removes and returns the oldest entry. Raises RuntimeError if there is none."""
         while self.context:
             entry = self.context.popleft()
-            if entry[-1].numel():  # else backward failed before it wrote the entry
+            if entry[-1].numel():  # the entry is empty if backward failed before it wrote the entry
                 return entry
         raise RuntimeError("backward_dw: expected a backward before it whose gradients of weights are delayed, got none. Call backward() first.")
 
     def may_be_computed(self) -> bool:
-        """Whether a backward may have computed the gradients itself: that of a call through torch's dispatcher, or of compiled code of a pipeline
-        that is described as one of its op's is."""
+        """Whether a backward may have computed the gradients itself: after a dispatched call, or in compiled code of a pipeline with the
+        description of one that contains the op."""
         return self.has_graphs or any([pipeline.described in Delayed.graphs for pipeline in [*self.pipelines]])
 
     def makers(self, is_first: bool = False) -> list[Any]:
-        """What returns the tensors of an entry, one after the other, when backward is about to fill them."""
+        """One function for each tensor of an entry. Backward calls them in order when it is about to fill the entry."""
         return [partial(self._tensor, place, is_first) for place in range(self.tensors)]
 
     def _tensor(self, place: int, is_first: bool) -> torch.Tensor:
@@ -87,13 +87,13 @@ class Delayed:
 
 @constant_while_traced
 def note_graph(described: str | None) -> None:
-    """To be called where a pipeline of this description is traced: backward computes what it would leave to be computed later."""
+    """Records that a pipeline with this description was traced: its backward computes gradients at once instead of delaying them."""
     if described is not None:
         Delayed.graphs.add(described)
 
 
 def check_takes(op: Any, names: Iterable[str]) -> None:
-    """Raises TypeError, as Python does, where an op of the library is given arguments that no call of it has."""
+    """Raises TypeError, as Python does, if an op of the library is passed keyword arguments that its calls do not have."""
     unknown = [name for name in names if name not in op._call_buffers] if not op.is_python_op else []
     if unknown:
         known = f"{' or '.join(op._call_buffers)} as arguments" if op._call_buffers else "no arguments"
@@ -101,7 +101,7 @@ def check_takes(op: Any, names: Iterable[str]) -> None:
 
 
 def given(ops: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, Mapping[str, Any]], Modes, list[torch.Tensor]]:
-    """The arguments of a call: those of ops that are written in Python, and the tensors that ops of the library are to write."""
+    """Splits keyword arguments by op into arguments of ops in Python, and tensors of the caller that ops of the library write."""
     others: dict[int, Mapping[str, Any]] = {}
     modes: list[tuple[int, tuple[str, ...]]] = []
     tensors: list[torch.Tensor] = []

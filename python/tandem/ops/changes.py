@@ -1,4 +1,4 @@
-"""What pipelines depend on besides their own lists: registered fusions and options of ops that were changed in place."""
+"""Notification of pipelines about what they depend on besides their own lists: registered fusions, and options of ops that are assigned."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem import _C
 
 
 class Changes:
-    """Of what somebody has looked at: `token` is a new object after every change of it. Who remembers the token of before a look looks again
-    only when it is another one."""
+    """Notifies one observer. `token` becomes a new object after every change of anything that the observer watches. An observer remembers the
+    token from before it reads the ops, and reads them anew when the token has become another object."""
 
     __slots__ = ("__weakref__", "reference", "token")
 
@@ -25,25 +25,25 @@ class Changes:
         _all[id(self)] = self
 
 
-Watchers = tuple[weakref.ref[Changes], ...]  # those who have looked, and are told while they live
+Watchers = tuple[weakref.ref[Changes], ...]  # the observers that are notified while they live
 _all: weakref.WeakValueDictionary[int, Changes] = weakref.WeakValueDictionary()
 _adding = threading.Lock()
 
 
 def with_watcher(watchers: Watchers, changes: Changes) -> Watchers:
-    """Those of `watchers` that live, and another one."""
+    """The living observers of `watchers`, and `changes` once."""
     return (*[reference for reference in watchers if reference() is not None and reference is not changes.reference], changes.reference)
 
 
 def add_watcher(op: torch.nn.Module, changes: Changes) -> None:
-    """To be called before the look at an op: what is changed after it is told."""
+    """Registers an observer with an op. Observers register before they read the op, so that they miss no later change."""
     fields = op.__dict__
     with _adding:
         fields["_watchers"] = with_watcher(fields.get("_watchers", ()), changes)
 
 
 def tell(watchers: Iterable[weakref.ref[Changes]]) -> None:
-    """What they have looked at has changed. To be called after the change."""
+    """Notifies observers. Callers do so after the change, so that an observer that reads at once sees the new value."""
     for reference in watchers:
         changes = reference()
         if changes is not None:
@@ -54,18 +54,18 @@ class _Structure:
     """The registered fusions, on which every pipeline depends."""
 
     def __init__(self) -> None:
-        self.fusions = 0  # how often the list of fusions written in Python has changed
-        self.fusions_text = "0"  # the same: Dynamo guards texts by value and numbers as symbols
+        self.fusions = 0  # how often the list of fusions in Python has changed
+        self.fusions_text = "0"  # this number as text: Dynamo guards texts by value and numbers as symbols
 
     def change_fusions(self) -> None:
-        """Fusions that Python functions make have been registered or removed."""
+        """Records that fusion functions in Python were registered or removed, and notifies every observer."""
         self.fusions += 1
         self.fusions_text = str(self.fusions)
         _C.bump_fusions_version()
         tell(_all.valuerefs())
 
     def native_fusions(self) -> int:
-        """How often the list of fusions written in C++ has changed."""
+        """How often the list of fusions in C++ has changed."""
         return _C.fusions_version() - self.fusions
 
 
@@ -87,8 +87,8 @@ def _telling(method: _Method) -> _Method:
 
 
 class Modules(dict[str, Any]):
-    """The `_modules` of a module that pipelines are made of. Once they are, each write, wherever it comes from, makes these look at their ops
-    again: so a call need not compare."""
+    """The `_modules` of a module that pipelines are planned from. After `capture`, every write to it notifies the pipelines, which then read
+    their ops anew; so no call has to compare lists."""
 
     watchers: Watchers = ()
 
@@ -101,19 +101,19 @@ class Modules(dict[str, Any]):
     setdefault = _telling(dict.setdefault)
     update = _telling(dict.update)
 
-    def __reduce__(self) -> Any:  # a copy is not watched yet
+    def __reduce__(self) -> Any:  # a copy has no observers
         return type(self), (), None, None, iter(self.items())
 
 
 def watch(module: torch.nn.Module) -> None:
-    """Makes the `_modules` of a module a list that may tell of writes. Best done before anyone has seen it."""
+    """Replaces the `_modules` of a module by a `Modules`. The constructor does so before other code can hold the old dict."""
     modules = module.__dict__["_modules"]
-    if type(modules) is dict:  # scripted modules have lists of their own
+    if type(modules) is dict:  # scripted modules have another type here
         module.__dict__["_modules"] = Modules(modules)
 
 
 def capture(module: torch.nn.Module, changes: Changes) -> None:
-    """Writes to the list of modules of `module` are changes from now on."""
+    """Makes `changes` observe the list of modules of `module` from now on."""
     watch(module)
     modules = module.__dict__["_modules"]
     if type(modules) is Modules:

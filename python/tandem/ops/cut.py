@@ -1,5 +1,5 @@
-"""Where a run is cut: around units with hooks or a forward of their own, and around modules that are no ops. What a channel carried from piece to
-piece becomes an argument and a result."""
+"""Divides a run of ops into pieces: at units with hooks or a forward of their own, and at modules that are no ops. A channel between two pieces
+becomes a result of one and an argument of the other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tandem.ops.unit import Unit
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive units that stay one pipeline, or one that stands alone."""
+    """Consecutive units that stay one pipeline, or one unit that runs alone."""
 
     units: tuple[Unit, ...]
     is_alone: bool
-    first: int  # of its basic ops
-    count: int
+    first: int  # index of the first basic op
+    count: int  # number of basic ops
     bindings: Bindings
     inputs: tuple[str | None, ...]  # channel of each extra argument, None: from the caller
     outputs: tuple[tuple[str | None, bool], ...]  # channel of each extra result, and whether the caller gets it
@@ -27,22 +27,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What crosses the ends of a run of a container by channels."""
+    """The channels by which a run of a container is connected to its other runs."""
 
-    bindings: Bindings  # of its ops, with what crosses unbound
+    bindings: Bindings  # bindings of the ops, where channels to and from other runs are unbound
     inputs: tuple[str | None, ...]  # channel of each extra argument, None: from the caller
-    outputs: tuple[tuple[str | None, bool], ...]  # channel of each extra result that others read, and whether the caller gets it
+    outputs: tuple[tuple[str | None, bool], ...]  # channel of each extra result that other runs read, and whether the caller gets it
 
 
 def wirings(groups: Sequence[Sequence[Unit]]) -> list[Wiring | None]:
-    """How channels cross from run to run of a container, in which other modules stand between runs; None for each where none does.
+    """How channels connect the runs of a container, between which other modules stand. The list holds only None if no channel leaves a run.
 
-    What reads a channel reads the last op before that makes it: of its own run, or of the last run before in which there is one.
+    An op reads a channel from the last earlier op that writes it: an op of its own run, or else of the last earlier run that writes the channel.
     """
     ops = [[op for unit in units for op in unit.flat_ops()] for units in groups]
-    makers: dict[str | None, int] = {}  # the last run that makes a channel
+    makers: dict[str | None, int] = {}  # channel -> the last run that writes it
     given: list[set[str | None]] = [set() for _ in groups]
-    taken: list[list[set[str | None]]] = []  # by op
+    taken: list[list[set[str | None]]] = []  # channels from other runs, by op
     for own in ops:
         made: set[str | None] = set()
         taken.append([])
@@ -74,7 +74,7 @@ def _wiring(bindings: Sequence[Any], taken: Sequence[set[str | None]], given: se
 
 
 def reasons(run: Prepared, hooked: tuple[int, ...]) -> list[str]:
-    """Why the units at the positions `hooked` stand alone."""
+    """The reasons why the units at the indices `hooked` run alone, for `explain`."""
     if run.owner is None and hooks.any_of_all_modules():
         return ["hooks are registered for all modules, so every op runs by itself: nothing fuses across ops"]
     told = []
@@ -87,7 +87,7 @@ def reasons(run: Prepared, hooked: tuple[int, ...]) -> list[str]:
 
 
 def pieces(run: Prepared, hooked: tuple[int, ...]) -> list[Piece]:
-    """What a run is cut into where the units at the positions `hooked` stand alone."""
+    """The pieces of a run if the units at the indices `hooked` run alone."""
     groups: list[list[int]] = []
     for index in range(len(run.units)):
         if index in hooked or not groups or groups[-1][-1] in hooked:

@@ -1,4 +1,4 @@
-"""Who watches what quantizing does, and the pipelines that tell them."""
+"""Watchers of quantization, and the pipelines that notify them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 from tandem.ops.changes import structure
 
-watchers: list[Any] = []  # each with a dictionary `pipelines`
+watchers: list[Any] = []  # each has a dictionary `pipelines`
 _numbers = itertools.count(1)
 
 
 def open_for(watcher: Any) -> None:
-    """From now on the watcher is told of each quantization in eager code."""
+    """Adds a watcher, which is notified of each quantization in eager code from now on."""
     watchers.append(watcher)
-    structure.change_fusions()  # pipelines are made again, with steps that tell
+    structure.change_fusions()  # pipelines are planned anew, with steps that notify watchers
 
 
 def close_for(watcher: Any) -> None:
-    """The watcher is told no more."""
+    """Removes a watcher, which is not notified any more."""
     watchers.remove(watcher)
     structure.change_fusions()
 
 
 def number_of(prepared: Any) -> int:
-    """A number for a pipeline that is being made, 0 where nobody watches."""
+    """A number by which watchers know a new pipeline; 0 without watchers."""
     if not watchers:
         return 0
     number = next(_numbers)

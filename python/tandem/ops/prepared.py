@@ -1,4 +1,4 @@
-"""What a run of ops is at one moment: its operands, its descriptions, and what has been made of it so far."""
+"""A run of ops as it is at one moment: its operands, its descriptions, and the pipelines and texts that were computed for it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tandem.recipe_state import history_length, traced_region
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 Bindings = tuple  # per basic op: (channel of each extra input, (channel, to caller) of each extra output)
-Kwargs = Mapping[int, Mapping[str, Any]]  # by basic op
+Kwargs = Mapping[int, Mapping[str, Any]]  # keyword arguments by index of the basic op
 
 
 def own_call(unit: Unit) -> str | None:
-    """Which method of the module, or of what it consists of, is not the library's, so that calling it may do more than its ops do. Patched on
-    an instance it counts from the next look at the ops on, which `Unit.__setattr__` asks for. Nothing tells of a patch of a class,
-    and asking in each call would cost time: it counts for what has not been called yet."""
+    """The method of the module, or of its parts, that is not the library's, so that calling it may do more than its ops do. A method that is patched
+    on an instance counts at once, because `Unit.__setattr__` makes pipelines read the ops anew. No event reports a patched class, and a check
+    in each call would cost time, so it counts only for pipelines that are prepared later."""
     for module in (unit, *unit.flat_ops()) if unit.is_fused_op else (unit,):
         if "forward" in module.__dict__ or type(module).forward is not type(module)._library_forward:
             return "forward"
@@ -48,7 +48,7 @@ def unit_has_hooks(unit: Unit) -> bool:
 
 
 def wrong_count(readers: Sequence[str], got: int) -> str:
-    """`readers`: for each unbound extra input the op that reads it."""
+    """The error for a wrong number of extra inputs. `readers` describes, for each unbound extra input, the op that reads it."""
     return (
         f"pipeline: expected {len(readers)} extra inputs, one per unbound extra input of its ops, got {got}. Pass them after the input, in order"
         f"{', for ' if readers else ''}{', '.join(readers)}."
@@ -56,11 +56,11 @@ def wrong_count(readers: Sequence[str], got: int) -> str:
 
 
 _NO_MODES = Modes()
-_MOST_KEPT = 64  # of the texts and pipelines of one run: its ops' flags, fusions, recipes and arguments may be ever new ones
+_MOST_KEPT = 64  # limit on the texts and pipelines of one run, because flags, fusions, recipes and arguments may have new values at every call
 
 
 def _keep(cache: dict[Any, Any], key: Any, made: Any) -> Any:
-    """Adds what was made; the oldest goes where there are many. Other threads may do so too."""
+    """Adds an entry, and removes the oldest one if there are many. Other threads may do so at the same time."""
     cache[key] = made
     if len(cache) > _MOST_KEPT:
         cache.pop(next(iter(list(cache))), None)
@@ -68,8 +68,8 @@ def _keep(cache: dict[Any, Any], key: Any, made: Any) -> Any:
 
 
 class Prepared:
-    """`units` and their basic ops as they were when a run looked at them. Only `token` and `deferred` are replaced, and caches only grow: a call takes one of
-    these and keeps to it, whatever other threads change meanwhile."""
+    """The units and basic ops of a run as they were when the run read them. Only `token` and `deferred` are replaced, and caches only grow, so a call that
+    has taken one of these is not affected by other threads."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class Prepared:
     ) -> None:
         self.units, self.basic_ops, self.owner, self.terms = units, basic_ops, owner, terms
         self.changes = changes
-        self.captured = captured  # what the ops were like before anything here was read
+        self.captured = captured  # the state of the ops before this constructor read them
         self.training_ops = tuple(op for op in basic_ops if op._depends_on_training)
         self.joined = tuple(op for op in basic_ops if op.__dict__.get("_joined"))
         self.python_ops = tuple(op for op in basic_ops if op.is_python_op)
-        self.own_calls = own_calls  # by unit
-        self.has_own_calls = any(own_calls)  # then the direct path, which sees hooks only, is closed
+        self.own_calls = own_calls  # for each unit
+        self.has_own_calls = any(own_calls)  # if true, the direct path is closed, because it checks for hooks only
         self.told_before = tuple(op for op in basic_ops if type(op).pre_fuser_forward is not Unit.pre_fuser_forward)
         self.is_direct = not self.has_own_calls and not self.told_before
         for op in self.python_ops:
@@ -106,20 +106,20 @@ class Prepared:
         self.num_outputs = 1 + sum(to_caller for _, outputs in self.bindings for _, to_caller in outputs)
         self._read_places()
         self._read_state_slots()
-        self.deferred: tuple[torch.nn.Module, ...] = ()  # whose parameters the first call makes
-        self.token: object = None  # the last one under which the ops were found to be so
+        self.deferred: tuple[torch.nn.Module, ...] = ()  # modules whose parameters the first call allocates
+        self.token: object = None  # the token of `changes` when the ops were last found to be unchanged
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
         self.texts: dict[Any, Any] = {}
-        self.descriptions: dict[Any, tuple[str, list[Any]]] = {}  # with what the text names
-        self.held_workspaces = workspaces.Held()  # of compiled code
-        self.cuts: dict[tuple[int, ...], Any] = {}  # of `tandem.ops.run`, by positions of the units that stand alone
-        self.pipeline(())  # errors come before the first tensor
+        self.descriptions: dict[Any, tuple[str, list[Any]]] = {}  # each text with the objects that it names
+        self.held_workspaces = workspaces.Held()  # workspaces of compiled code
+        self.cuts: dict[tuple[int, ...], Any] = {}  # written by `tandem.ops.run`: pieces by indices of the units that run alone
+        self.pipeline(())  # raises errors before a tensor is passed
 
     def _read_places(self) -> None:
-        """Where the operands are: of parameters, and of buffers, which count where nothing else may be read: while tracing."""
+        """Finds the modules that hold the operands: parameters, and buffers, which are operands in traces, where nothing else may be read."""
         found: dict[tuple[int, str], Place] = {}
         positions: dict[tuple[int, str], int] = {}
-        self._params: list[list[int]] = []  # by op
+        self._params: list[list[int]] = []  # for each op
         for op in self.basic_ops:
             at = []
             for module, name in places(op, "_parameters"):
@@ -128,13 +128,13 @@ class Prepared:
             self._params.append(at)
         self.places = tuple(found.values())
         buffers: dict[tuple[int, str], Place] = {}
-        self._buffers: list[list[int]] = []  # by op, counted behind the parameters
+        self._buffers: list[list[int]] = []  # for each op; buffers are counted after the parameters
         for op in self.basic_ops:
             buffers.update({(id(module), name): (module, name) for module, name in places(op, "_buffers")})
             own = [list(buffers).index((id(module), name)) for module, name in places(op, "_buffers")]
             self._buffers.append([len(self.places) + at for at in own])
         self.buffer_places = tuple(buffers.values())
-        # By op: positions of the parameters whose gradient goes into their main_grad. Empty for most pipelines.
+        # By op: positions of the parameters whose gradient is added to their main_grad. Empty for most pipelines.
         self._main_grads = {index: at for index, op in enumerate(self.basic_ops) if (at := self._absorbed(index, op))}
         self.main_grad_params = tuple(dict.fromkeys(at for own in self._main_grads.values() for at in own))
         self.main_grad_places = tuple(self.places[at] for at in self.main_grad_params)
@@ -144,16 +144,16 @@ class Prepared:
             self.basic_ops[index].wgrad_store.pipelines.add(self)
 
     def _absorbed(self, index: int, op: BasicUnit) -> list[int]:
-        """Of an op that is written in Python, none: its backward is its own."""
+        """Positions of an op's parameters with a main_grad. An op in Python has none, because its own backward computes gradients."""
         if op.is_python_op or not getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
             return []
         return [self._params[index][op._parameter_names.index(name)] for name in op._main_grad_names]
 
     def _read_state_slots(self) -> None:
-        """Which modules keep state for recipes, and where in it each op has its slots: the parts of a module share its state."""
+        """Finds the modules that keep state of recipes, and the slots of each op in it. The parts of a module share its state."""
         owners: dict[int, torch.nn.Module] = {}
         numbers: dict[int, int] = {}
-        self._state_slots: dict[int, tuple[int, int, int]] = {}  # by op: the module's number, its first slots in forward and backward
+        self._state_slots: dict[int, tuple[int, int, int]] = {}  # by op: number of the module, first slot in forward, first slot in backward
         for index, op in enumerate(self.basic_ops):
             if any(op._quantize_slots()):
                 holder = op._holder
@@ -162,7 +162,7 @@ class Prepared:
         self.state_owners = tuple([(owner, *owner._quantize_slots()) for owner in owners.values()])
 
     def state(self, recipe: str) -> list[torch.Tensor]:
-        """What the dispatcher is given of the recipe's state: nothing where it has none."""
+        """The state of the recipe as tensors for a dispatched call; empty if the recipe has no state."""
         length = history_length(recipe)
         if length == 0:
             return []
@@ -178,7 +178,7 @@ class Prepared:
             recipe_state.of(vars(owner), (forward, backward), length)
 
     def modes(self) -> Modes:
-        """How a call gives back the gradients that go into a main_grad, and which it leaves for later."""
+        """How a call returns gradients that are added to a main_grad, and which gradients it delays. Raises RuntimeError if weights of an op differ."""
         found = main_grad.modes(self.main_grad_places) if self.main_grad_places else ()
         for index, own in self._main_grads.items():
             alike = {found[self.main_grad_params.index(at)] for at in own}
@@ -195,13 +195,13 @@ class Prepared:
         return (weight.requires_grad for weight in self.basic_ops[index]._weights())
 
     def _first_deferred(self, modes: Modes) -> list[int]:
-        """Where among the buffers behind the main_grads the tensors of each delaying op begin, and where they end."""
+        """Positions, among the written buffers after the main_grads, of the first tensor of each delaying op, and the end."""
         counts = [self.basic_ops[index].wgrad_store.tensors for index in modes.delayed]
         return [sum(counts[:nth]) for nth in range(len(counts) + 1)]
 
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:
-        """The training flag of the whole pipeline: that of the ops that have one where they agree, else True (see `ops_text`)."""
+        """The training flag of the pipeline: that of its ops if they agree, otherwise True. `ops_text` treats the ops that differ."""
         return training if not flags else flags[0] or True in flags
 
     def check_count(self, extra: Sequence[torch.Tensor]) -> None:
@@ -209,7 +209,7 @@ class Prepared:
             raise ValueError(wrong_count(self.extra_readers(), len(extra)))
 
     def extra_readers(self) -> list[str]:
-        """For each extra input that no op of this pipeline makes, the op that reads it."""
+        """For each extra input that the caller passes, the op that reads it."""
         found = enumerate(zip(self.basic_ops, self.bindings, strict=True))
         return [f"op {place} ({op._get_name()})" for place, (op, (inputs, _)) in found for channel in inputs if channel is None]
 
@@ -220,10 +220,10 @@ class Prepared:
             op.pre_fuser_forward(requires_grad=self.basic_ops.index(op) >= first)
 
     def _first_with_gradient(self, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> int:
-        """The first op of which a gradient is asked, as TransformerEngine counts: from there on all ops take part in backward."""
+        """Index of the first op for which a gradient is required, as TransformerEngine counts: all ops from there on take part in backward."""
         if not torch.is_grad_enabled():
             return len(self.basic_ops)
-        if getattr(x, "requires_grad", False):  # what is no tensor is refused later
+        if getattr(x, "requires_grad", False):  # x may be no tensor; a later check refuses it
             return 0
         rest = list(extra)
         for index, (op, (inputs, _)) in enumerate(zip(self.basic_ops, self.bindings, strict=True)):
@@ -233,7 +233,7 @@ class Prepared:
         return len(self.basic_ops)
 
     def hooked(self) -> tuple[int, ...]:
-        """Positions of units that must be called as modules. Hooks of all modules see the modules of containers, not what these consist of."""
+        """Indices of units that must be called as modules. Hooks for all modules see the modules of a container, but not the parts of one module."""
         everywhere = self.owner is None and hooks.any_of_all_modules()
         return tuple(
             [
@@ -244,7 +244,7 @@ class Prepared:
         )
 
     def pipeline(self, flags: tuple[bool, ...], modes: Modes = _NO_MODES) -> _C.EagerPipeline:
-        """The eager pipeline for these training flags of `training_ops`, and these modes. Arguments of Python ops come with each call."""
+        """The eager pipeline for these training flags of `training_ops` and these modes. Arguments of ops in Python are passed in each call."""
         key = (flags, modes) if any(modes) else flags
         found = self.pipelines.get(key)
         if found is not None:
@@ -275,8 +275,8 @@ class Prepared:
         shared: bool,
         name_instances: bool,
     ) -> tuple[str, list[Any]]:
-        """The "ops" of a description, with `buffers` among the operands, and what must live as long as the text. Ops whose training flag
-        differs from that of the others stand as what they are in evaluation."""
+        """The "ops" of a description, with `buffers` among the operands if wanted, and the objects that must live as long as the text. If training
+        flags differ, ops in evaluation are written as identities."""
         by_param = {at: mode for at, mode in zip(self.main_grad_params, modes.main_grads, strict=False) if mode is not None}
         deferred_at = self._first_deferred(modes)
         given, behind = dict(modes.given), len(by_param) + deferred_at[-1]
@@ -301,7 +301,7 @@ class Prepared:
             absorbed = [at for at in self._main_grads.get(index, ()) if at in by_param]
             if absorbed:
                 dummy, overwrite = by_param[absorbed[0]]
-                overwrite = overwrite and first_in_backward[absorbed[0]] == index  # the others add
+                overwrite = overwrite and first_in_backward[absorbed[0]] == index  # later ones in backward add
                 options |= {"accumulate_into_main_grad": True, "dummy_gradient": dummy, "overwrite_main_grad": overwrite}
             written = [main_grads[at] for at in absorbed]
             if index in modes.delayed:
@@ -313,7 +313,7 @@ class Prepared:
                 written.append(behind)
                 behind += 1
             inputs, outputs = self.bindings[index]
-            is_bound = any(channel is not None for channel in op._extra_input_channels)  # and so written nowhere, cut or not
+            is_bound = any(channel is not None for channel in op._extra_input_channels)  # a sum with a channel never writes in place
             entries.append(
                 _C.OpEntry(
                     op=kind,
@@ -332,17 +332,17 @@ class Prepared:
             )
         return _C.write_ops(entries), held
 
-    # Through the dispatcher: under torch.compile, and for parametrized weights.
+    # Dispatched calls: under torch.compile, and for parametrized weights.
 
     def call_op(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None) -> Outputs:
         described = self.described if is_dynamo_compiling() else None
         flags = tuple([op.training for op in self.training_ops])
         recipe = _C.in_force.recipe
-        # Inside a region that is entered in a compiled function, `described` knows nothing of what fusions make under its recipe.
+        # In a region that is entered inside a compiled function, `described` does not depend on what fusion functions return under its recipe.
         version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
         modes = self.modes() if self.has_modes else None
         self._check_traceable(modes, kwargs)
-        if modes is not None and modes.delayed:  # nobody could ask a graph for gradients later: its backward computes them
+        if modes is not None and modes.delayed:  # no code could compute a graph's gradients later, so its backward computes them
             note_graph(described)
             for index in () if described else modes.delayed:
                 self.basic_ops[index].wgrad_store.has_graphs = True
@@ -365,10 +365,10 @@ class Prepared:
             text = self.text(described, flags, training, recipe, version, kwargs, written, budget)
         params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
         for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
-            if param is None:  # the dispatcher would tell of casts
+            if param is None:  # without this check, the dispatcher's error would be about casts
                 raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
         for at, shape, dtype in likes:
-            if tuple(params[at].shape) != shape or params[at].dtype != dtype:  # others stand in for the module's own
+            if tuple(params[at].shape) != shape or params[at].dtype != dtype:  # tensors that replace the module's own, as under functional_call
                 text, for_codes, stamps = self.text(described, flags, training, recipe, version, kwargs, written, budget), [], ()
                 break
         if said := _C.in_force.said_of_weights if stamps else "":
@@ -384,7 +384,7 @@ class Prepared:
         return tuple([outputs[i] for i in range(self.num_outputs)]) if self.num_outputs > 1 else outputs[0]
 
     def _check_traceable(self, modes: Modes | None, kwargs: Kwargs | None) -> None:
-        """Raises where a call writes what only a direct one can."""
+        """Raises NotImplementedError if the call writes tensors that only a direct call can write."""
         for index in () if modes is None else modes.delayed:
             if self.basic_ops[index].accumulate_into_main_grad:
                 raise NotImplementedError(
@@ -400,10 +400,10 @@ class Prepared:
                 )
 
     def _describe(self) -> str:
-        """All that a description depends on, but the arguments of `text`. Dynamo guards it: equal texts share compiled code."""
+        """A text of everything that a description depends on, except the arguments of `text`. Dynamo guards it: equal texts share compiled code."""
         token = self.token
         made = self._made_by_fusions(_C.in_force.outside_compiled_code)
-        written = tuple([identity(op) for op in self.python_ops])  # whose attributes are not watched, but read
+        written = tuple([identity(op) for op in self.python_ops])  # computed each time, because no event reports changes of their attributes
         key = ("described", structure.native_fusions(), made, written)
         if key not in self.texts:
             flags = tuple([True for _ in self.training_ops])
@@ -411,11 +411,11 @@ class Prepared:
             text = _keep(self.texts, key, sys.intern(json.dumps([ops, self.terms, *key])))
         else:
             text = self.texts[key]
-        if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change it
-            self.__dict__.update(described_text=text, described_token=token)  # at once: other threads read them too
+        if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change the text
+            self.__dict__.update(described_text=text, described_token=token)  # in one step, because other threads read both
         return text
 
-    # Codes of weights in compiled code: tensors of the graph, which it writes.
+    # Workspaces for codes of weights in compiled code: tensors of the graph, which it writes.
 
     @constant_while_traced
     def text_with_workspaces(
@@ -430,8 +430,8 @@ class Prepared:
         traits: tuple[tuple[bool, torch.dtype, torch.device], ...],
         grad_mode: bool,
     ) -> tuple[str, str, tuple[int, ...], tuple[tuple[int, tuple[int, ...], torch.dtype], ...]]:
-        """The description of a call that is given workspaces for its weights, the name of these, which of them are stamps, and what the weights
-        are like. Nothing where it can be given none."""
+        """The description of a call with workspaces for its weights, the name of these workspaces, the positions of stamps among them, and shapes and
+        dtypes of the weights. All are empty if the call can have no workspaces."""
         params = workspaces.plain([getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)])
         if params is None:
             return "", "", (), ()
@@ -451,7 +451,7 @@ class Prepared:
         return known[0], name, workspaces.stamps(getattr(self.held_workspaces, name)), likes
 
     def _workspaces(self) -> workspaces.Held:
-        """Those that any pipeline of this description needs: a pipeline that is compiled already has its own before its first call."""
+        """The workspaces for all pipelines with this description, so that code compiled for another pipeline finds them at its first call here."""
         token, held = self.token, self.held_workspaces
         described = self.described
         workspaces.watch(described, self)
@@ -467,7 +467,7 @@ class Prepared:
     described = property(_C.native_getter(_describe, "changes", "described_token", "described_text"))
 
     def _made_by_fusions(self, recipe: str) -> tuple[Any, ...]:
-        """What the registered functions make of these ops under a recipe; empty where none applies."""
+        """What the registered functions return for these ops under a recipe; empty if no function is registered."""
         if not python_op.any_fusions():
             return ()
         key = ("fusions", structure.fusions, recipe)
@@ -486,13 +486,13 @@ class Prepared:
         modes: tuple[Any, ...] = (),
         budget: str = "",
     ) -> str:
-        """The description of a call, as one that may share compiled code (`described`), or of these very ops. While traced it depends on nothing
-        but its arguments, all of which Dynamo guards."""
+        """The description of a call: one that shares compiled code if `described` is given, otherwise one of these very ops. In a trace it depends only
+        on its arguments, all of which Dynamo guards."""
         shared = described is not None
         ours = described if shared else (structure.native_fusions(), structure.fusions)
         key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs), modes, budget)
         known = self.descriptions.get(key)
-        if known is None or shared and self.python_ops:  # these ops are traced now, and no others of the same key
+        if known is None or shared and self.python_ops:  # these ops are being traced; a known text may name other ops with equal identity
             known = _keep(self.descriptions, key, self.described_now(described, flags, training, recipe, kwargs, modes, budget))
         return known[0]
 
@@ -508,7 +508,7 @@ class Prepared:
         *,
         cache_weights: bool = False,
     ) -> tuple[str, list[Any]]:
-        """The description, and what must live as long. `cache_weights`: of a call that is given workspaces."""
+        """The description, and the objects that must live as long as it. `cache_weights`: whether the call has workspaces."""
         made = self._made_by_fusions(recipe)
         ops, held = self.ops_text(flags, kwargs, Modes(*modes), buffers=True, shared=described is not None, name_instances=bool(made))
         description = _C.write_description(

@@ -1,4 +1,4 @@
-"""The quantizers that a recipe has for an op, as objects, for code that asks ops for them as TransformerEngine's do."""
+"""The quantizers of a recipe for an op, as objects, for code that gets them from ops as TransformerEngine's do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.quantized.formats import Float8Quantizer
 from tandem.quantized.quantizer import Quantizer, quantizer_of_text
 
 _MODES = ("forward", "backward")
-_DELAYED = {"forward": "fp8_e4m3:delayed", "backward": "fp8_e5m2:delayed"}  # of a state outside of the regions of its recipe
+_DELAYED = {"forward": "fp8_e4m3:delayed", "backward": "fp8_e5m2:delayed"}  # for a state outside of regions
 
 
 def check_mode(op: str, mode: str) -> None:
@@ -20,7 +20,7 @@ def check_mode(op: str, mode: str) -> None:
 
 
 def quantizer_of(op: Any, mode: str, index: int) -> Quantizer | None:
-    """That of the recipe in force for the tensor `index` of a direction, None without one."""
+    """The quantizer of the recipe in force for the tensor `index` of a direction; None if the recipe has none for it, or no recipe is in force."""
     recipe = _C.in_force.recipe
     if recipe == "null":
         recipe = op._last_recipe() or recipe

@@ -1,4 +1,4 @@
-"""What a container tells about its pipelines."""
+"""Reports of a container about its pipelines."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tandem.report.picture import step_times, told
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome of comparing fused with unfused. True if they agree.
+    """The outcome of comparing fused with unfused steps. It is true if they agree.
 
     Args:
         passed: whether they agree.
-        comparisons: number of tensors compared.
+        comparisons: number of tensors that were compared.
         text: what was compared, and the first difference.
     """
 
     passed: bool
-    comparisons: int  # tensors compared
+    comparisons: int
     text: str
 
     def __bool__(self) -> bool:
@@ -48,21 +48,21 @@ _FORMATS = ("text", "svg", "html", "dot", "json")
 
 
 class ReportingMixin:
-    """`explain`, `verify` and what belongs to them."""
+    """`explain`, `verify` and other reports of a container."""
 
     def _op_runs(self: Any) -> list[OpRun]:
         return [run for run in self._prepare() if isinstance(run, OpRun)]
 
     def explain(self, format: str = "text", profile: Any = None) -> str:
-        """What was planned: steps of both directions, what is kept, each fusion made and each refused, with the reason.
+        """The plans: steps of both directions, kept values, each fusion made, and each fusion refused with the reason.
 
-        Call the container first: plans depend on tensors. Where ops with hooks cut a pipeline, that is told, and each part has an entry. Plans of
-        compiled code are told as well.
+        Raises ValueError before the first call, because plans depend on tensors. If ops with hooks divide a pipeline, the report says so and has an entry
+        for each piece. It includes plans of compiled code.
 
         Args:
-            format: "text", "svg", "html", "dot" (a graph for Graphviz) or "json" (a list with one entry per pipeline, where there are several).
-                Graphviz lays a picture out where its program `dot` is installed.
-            profile: a torch.profiler.profile of calls, or microseconds by name of a step: pictures show them.
+            format: "text", "svg", "html", "dot" (a graph for Graphviz) or "json" (a list with one entry per pipeline if there are several).
+                If Graphviz' program `dot` is installed, it lays out pictures.
+            profile: a torch.profiler.profile of calls, or a dict from names of steps to microseconds, which pictures show.
         """
         _check_format(format)
         times = step_times(profile)
@@ -80,10 +80,10 @@ class ReportingMixin:
             return f"<pre>{self!r}</pre>"
 
     def verify(self: Any, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:
-        """Runs fused and unfused on the same tensors and compares outputs and gradients: all of them, and `masks` random subsets.
-        For each subset fused steps are also compared where inputs and gradients lie in memory of another layout: permuted, with gaps.
+        """Runs fused and unfused steps on these tensors and compares outputs and gradients: of all inputs, and of `masks` random subsets.
+        For each subset it also compares fused steps on inputs and gradients with other memory layouts: permuted, and with gaps.
 
-        Where ops with hooks cut a pipeline, that is told, and its parts are what is compared.
+        If ops with hooks divide a pipeline, the report says so, and its pieces are compared.
         """
         outcomes: list[_C.VerifyReport | Verification] = []
         rest = extra_inputs
@@ -101,14 +101,14 @@ class ReportingMixin:
         return _together(outcomes)
 
     def require_fusion(self: Any, names: str | Iterable[str]) -> Self:
-        """Makes it an error, with the reason, if one of these fusions is not made."""
+        """Makes every call raise an error with the reason if one of these fusions is not made."""
         self._terms = self._terms._replace(required=(names,) if isinstance(names, str) else tuple(names))
         self._forget()
         return self
 
     def saved_bytes(self) -> int:
-        """Bytes that the last call with grad keeps for backward, inputs and parameters aside. Raises ValueError where no call but compiled
-        ones was made: their compiler chooses."""
+        """Bytes that the last call with grad keeps for backward, without inputs and parameters. Raises ValueError if all calls were compiled,
+        because their compiler chooses what is kept."""
         runs = [part for run in self._op_runs() for part in _parts_now(run)]
         called = [pipeline for run in runs for pipeline in run.called_pipelines()[-1:]]
         if not called and any(run.now.descriptions for run in runs):
@@ -119,12 +119,12 @@ class ReportingMixin:
         return sum(pipeline.saved_bytes() for pipeline in called)
 
     def fusions_made(self) -> list[str]:
-        """Names of the fusions that any plan so far has made, those of parts and of compiled code too."""
+        """Names of the fusions that any plan so far has made, including plans of pieces and of compiled code."""
         return sorted({name for run in self._op_runs() for name in _fusions(run)})
 
 
 def runs_inside(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, OpRun]]:
-    """The pipelines that calls of a module have made, each with the name of whose it is."""
+    """The pipelines that calls of a module have created, each with the module path of its owner."""
     if isinstance(module, Unit):
         if run := module.__dict__.get("_alone"):
             yield name, run
@@ -140,7 +140,7 @@ def runs_inside(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, 
 
 
 def explained(module: torch.nn.Module, format: str, profile: Any) -> str:
-    """What was planned for a module that is no container, and for those inside it."""
+    """The plans of a module that is no container, and of the modules inside it."""
     _check_format(format)
     times = step_times(profile)
     told_of = [(name, _reports(run, format, times)) for name, run in runs_inside(module)]
@@ -170,12 +170,12 @@ SKIPPED = "Dynamo skips the forward of torch.nn's own classes where model.compil
 
 
 def is_skipped(module: torch.nn.Module) -> bool:
-    """Whether a module is compiled in place and its forward is torch.nn's own, which Dynamo skips, whichever the backend."""
+    """Whether a module is compiled in place and has a forward of torch.nn, which Dynamo skips for every backend."""
     return module._compiled_call_impl is not None and type(module).forward.__module__.startswith("torch.nn.")
 
 
 def verified(module: torch.nn.Module, x: torch.Tensor, extra: Sequence[torch.Tensor], masks: int) -> Verification:
-    """Compares fused with unfused, for an op or a module that says which pipelines of it there are."""
+    """Compares fused with unfused steps of a container, an op, or a module with `_calls_of_parts`. Raises TypeError for other modules."""
     if isinstance(module, Unit):
         run, outcomes = module._run_alone(), []
         run.now.check_count(extra)
@@ -207,7 +207,7 @@ def _parts_now(run: OpRun) -> list[OpRun]:
 def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
     reports = [told(pipeline.explain, format, times) for pipeline in run.called_pipelines()]
     for description, _ in list(run.now.descriptions.values()):
-        with contextlib.suppress(ValueError):  # one that no call has used
+        with contextlib.suppress(ValueError):  # raised if no call has used the description
             given = list(vars(run.now.held_workspaces).values())
             explain = functools.partial(_C.explain_description, description, workspaces=[tensors for tensors in given if isinstance(tensors, list)])
             reports.append(told(explain, format, times))
@@ -221,7 +221,7 @@ def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
 
 
 def _apart(run: OpRun) -> list[str]:
-    """Which operands each call copies, as their parts are no longer in one memory."""
+    """Messages about operands that each call copies because their parts are not adjacent in memory."""
     told = []
     for op in run.now.joined:
         for operand, names in op.__dict__["_joined"].items():
@@ -255,7 +255,7 @@ def _fusions(run: OpRun) -> set[str]:
 def _verified(
     run: OpRun, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, masks: int, outcomes: list[_C.VerifyReport | Verification]
 ) -> Outputs:
-    """The outputs of a run, which are checked on the way."""
+    """The outputs of a run, whose pipelines are verified on the way."""
 
     def check(part: OpRun, x: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
         now = part.prepare()

@@ -1,4 +1,4 @@
-"""A run of ops that is one pipeline: how it looks at its ops, and its calls."""
+"""A run of ops that is one pipeline: how it reads its ops, and how it is called."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tandem.ops.unit import Unit
 from tandem.quantized.parameters import is_shared
 
 Tensors = tuple[torch.Tensor, ...]
-NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not
-_NOTHING = SimpleNamespace(token=None, captured=None)  # what a run has seen that has never looked
+NO_EXTRAS: tuple[()] = ()  # the empty tuple is one object: comparing by `is` needs no truth value, which a proxy of torch.fx lacks
+_NOTHING = SimpleNamespace(token=None, captured=None)  # in the place of a `Prepared` before the first `prepare`
 
 
 class OpRun:
-    """`units` as one pipeline. `bindings` replace those of the ops: a part of a run that is cut has others."""
+    """Runs `units` as one pipeline. `bindings` replace those of the ops, because a piece of a divided run has others."""
 
     def __init__(
         self,
@@ -40,18 +40,19 @@ class OpRun:
         changes: Changes | None = None,
         wiring: Wiring | None = None,
     ) -> None:
-        self.changes = Changes() if changes is None else changes  # of the units and what they consist of
+        self.changes = Changes() if changes is None else changes  # notified about the units and their parts
         self.units = tuple(units)
-        self.owner = owner  # whose forward this is: its hooks have run already
+        self.owner = owner  # the module whose forward runs this; its hooks have run already
         self.given_bindings = bindings if wiring is None else wiring.bindings
-        self.wiring = wiring  # of a run of a container which shares channels with others
+        self.wiring = wiring  # connects a run of a container with other runs by channels
         self.terms = terms
-        self.now: Any = _NOTHING  # the last `Prepared`. Calls take it once
+        self.now: Any = _NOTHING  # the last `Prepared`; each call reads it once
 
     def prepare(self) -> Prepared:
-        """The ops as they are: locks their channels, drops what was made of them before. What it made last if nothing changed.
+        """Reads the ops as they are now and fixes their channels. Returns the last `Prepared` if nothing changed, otherwise a new one.
 
-        Threads may be in here at the same time: what is read changes `token` once it has changed, so what a late one leaves is looked at again.
+        Several threads may run this at once. A change sets `token` after it is made, so a thread that has read an old state leaves an old token,
+        and the next call reads the ops anew.
         """
         token, last = self.changes.token, self.now
         if last.token is token:
@@ -59,10 +60,10 @@ class OpRun:
         for unit in (*self.units, self.owner):
             if unit is not None:
                 unit._capture(self.changes)
-        # Those of an owner are read again: its list may have changed, which a container's run follows by another run.
+        # An owner's list of ops may change, so it is read here. A container instead creates another run when its list changes.
         units = self.units if self.owner is None else tuple(self.owner.flat_ops())
         ops = tuple(op for unit in units for op in unit.flat_ops()) if self.owner is None else units
-        if last is _NOTHING and (self.given_bindings is None or self.wiring is not None):  # and no part of a run that is cut
+        if last is _NOTHING and (self.given_bindings is None or self.wiring is not None):  # excludes pieces of a divided run
             for op in ops:
                 op.pre_first_fuser_forward()
         own_calls = tuple([None if unit is self.owner else own_call(unit) for unit in units])
@@ -71,17 +72,17 @@ class OpRun:
         is_same = captured == last.captured
         now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.terms, own_calls, captured, self.changes)
         now.deferred = deferred([op._holder for op in ops])
-        now.token = object() if now.deferred else token  # then the next call looks again
-        self.__dict__.update(now=now, token=now.token, products=foreign.own_products(now))  # at once: other threads read them too
+        now.token = object() if now.deferred else token  # a token that never matches makes the next call prepare again
+        self.__dict__.update(now=now, token=now.token, products=foreign.own_products(now))  # in one step, because other threads read all three
         return now
 
-    prepared = property(_C.native_getter(prepare, "changes", "token", "now"))  # as Dynamo sees it
+    prepared = property(_C.native_getter(prepare, "changes", "token", "now"))  # for Dynamo
 
     def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None = None) -> Outputs:
         if is_dynamo_compiling():
             now = self.prepared
             now.check_count(extra)
-            if now.told_before and not now.hooked():  # parts of a cut tell their own
+            if now.told_before and not now.hooked():  # pieces notify their own ops
                 now.tell_before(x, extra)
             if now.hooked():
                 return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs)
@@ -144,19 +145,19 @@ class OpRun:
         return now.call_op(x, extra, training, kwargs)
 
     def check_parts(self) -> None:
-        """To be called where a call has failed: raises ValueError where a parameter that has parts is the reason."""
+        """Raises ValueError if a parameter that has parts explains why a call failed. Callers use it after a failed call."""
         for op in self.now.basic_ops:
             if isinstance(op._holder, JoinedMixin):
                 op._holder._check_parts()
 
     @property
     def num_from_caller(self) -> int:
-        """How many extra inputs are not those of channels."""
+        """The number of extra inputs that do not come from channels."""
         count: int = self.now.num_extra_inputs
         return count if self.wiring is None else self.wiring.inputs.count(None)
 
     def take(self, extra: Tensors, channels: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
-        """The extra inputs of this run of a container, and what is left of those of the caller."""
+        """The extra inputs of this run, from the caller and from channels, and the caller's remaining ones. Raises ValueError if too few are left."""
         count = self.num_from_caller
         given, rest = extra[:count], extra[count:]
         if self.wiring is None:
@@ -168,7 +169,7 @@ class OpRun:
         return tuple([next(own) if channel is None else channels[channel] for channel in self.wiring.inputs]), rest
 
     def give(self, outputs: Outputs, channels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Tensors]:
-        """The output, and the extra outputs for the caller; the others go to their channels."""
+        """The output, and the extra outputs for the caller. Stores the other extra outputs in `channels`."""
         if not isinstance(outputs, tuple):
             return outputs, ()
         if self.wiring is None:
@@ -183,14 +184,14 @@ class OpRun:
         return [pipeline for pipeline in list(self.now.pipelines.values()) if pipeline.has_run()]
 
     def plain_pipeline(self) -> _C.EagerPipeline | None:
-        """What a call amounts to where no flag of an op, extra input or output matters."""
+        """The eager pipeline that a call amounts to if no training flag, extra input or extra check matters; None otherwise."""
         now = self.prepare()
         if now.training_ops or now.num_extra_inputs or not now.is_direct or now.has_modes or shards.has_parts_of_ranks(now.joined):
             return None
         return now.pipeline(())
 
     def cut(self, now: Prepared | None = None) -> Cut:
-        """What the units with hooks, as they are now, cut this into."""
+        """The pieces into which units with hooks, as they are now, divide this run."""
         now = self.prepare() if now is None else now
         hooked = now.hooked()
         cut: Cut = now.cuts.get(hooked) or now.cuts.setdefault(hooked, Cut(now, hooked))
@@ -198,24 +199,24 @@ class OpRun:
             part.run.prepare()
         return cut
 
-    prepared_cut = property(_C.native_getter(cut))  # as Dynamo sees it
+    prepared_cut = property(_C.native_getter(cut))  # for Dynamo
 
     def own_products(self) -> tuple[int, ...]:
-        """Where weights of other libraries multiply by themselves."""
+        """Indices of products whose weights define their own product."""
         self.prepare()
         return self.products
 
-    prepared_products = property(_C.native_getter(own_products, "changes", "token", "products"))  # as Dynamo sees it
+    prepared_products = property(_C.native_getter(own_products, "changes", "token", "products"))  # for Dynamo
 
     def own_pieces(self) -> foreign.Pieces:
-        """What products with weights of other libraries cut this into."""
+        """The pieces into which products with such weights divide this run."""
         now = self.prepare()
         found = foreign.pieces(now, foreign.own_products(now), OpRun)
         for part in found.parts:
             part.run.prepare()
         return found
 
-    prepared_pieces = property(_C.native_getter(own_pieces))  # as Dynamo sees it
+    prepared_pieces = property(_C.native_getter(own_pieces))  # for Dynamo
 
     def call_cut(
         self,
@@ -226,11 +227,11 @@ class OpRun:
         kwargs: Kwargs | None,
         before: Callable[[Part, torch.Tensor, list[torch.Tensor]], None] | None = None,
     ) -> Outputs:
-        """Calls the parts in order, and `before` with each and its inputs."""
+        """Calls the parts in order. `before` is called before each part, with the part and its inputs."""
         channels: dict[str, torch.Tensor] = {}
         results: list[torch.Tensor] = []
         rest = list(extra)
-        product: Unit | None = None  # of whose columns x has those of one rank
+        product: Unit | None = None  # the product of whose columns x has one rank's
         for part in parts:
             product = shards.check_columns(product, part.piece.units, x)
             given = [rest.pop(0) if channel is None else channels[channel] for channel in part.inputs]
@@ -248,12 +249,12 @@ class OpRun:
 
 
 class Part:
-    """A piece of a run that is cut, as a run of its own."""
+    """A piece of a divided run, as a run of its own."""
 
     def __init__(self, piece: Piece, terms: Terms) -> None:
         self.piece = piece
         self.inputs, self.outputs = piece.inputs, piece.outputs
-        self.unit = piece.units[0] if piece.is_alone else None  # called as a module
+        self.unit = piece.units[0] if piece.is_alone else None  # a unit that is called as a module
         if self.unit is None:
             self.run = OpRun(piece.units, piece.bindings, terms)
         elif any(inputs or outputs for inputs, outputs in piece.bindings):
@@ -278,7 +279,7 @@ class Part:
 
 
 class Cut:
-    """The parts of a run whose units at the positions `hooked` stand alone, and why they do."""
+    """The parts of a run if the units at the indices `hooked` run alone, and the reasons."""
 
     def __init__(self, now: Prepared, hooked: tuple[int, ...]) -> None:
         self.reasons = reasons(now, hooked)
@@ -286,7 +287,7 @@ class Cut:
 
 
 def _check_passes_on(unit: Unit) -> None:
-    """Channels of a pipeline become arguments and results of a unit that stands alone: its forward is told in an argument."""
+    """Raises TypeError if the forward of a unit that runs alone cannot take `_run`, by which it learns that channels became arguments and results."""
     parameters = inspect.signature(unit.forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "_run" for parameter in parameters):
         raise TypeError(

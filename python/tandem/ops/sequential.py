@@ -1,4 +1,4 @@
-"""The container: a list of modules whose runs of fusible ops are pipelines."""
+"""The container: a list of modules in which each run of fusible ops is a pipeline."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tandem.regions.memory_budget import budget_text
 
 Runs = list[OpRun | torch.nn.Module]
 _NOTHING = Changes()
-_NOTHING_MADE = {"_made": (_NOTHING, None, None, None, ()), "_changes": None, "_token": None, "_runs": None}  # what calls take at once; what Dynamo does
+_NOTHING_MADE = {"_made": (_NOTHING, None, None, None, ()), "_changes": None, "_token": None, "_runs": None}  # calls read the first, Dynamo the others
 
 
 class Sequential(ReportingMixin, torch.nn.Module):
-    """Runs modules one after another. Consecutive fusible operations are planned as one pipeline; other modules stand between pipelines.
+    """Runs modules one after another. Consecutive fusible operations are planned as one pipeline; other modules run between pipelines.
 
-    Extra inputs follow the input, in order of the ops that take them; extra outputs follow the output, in order of the ops that make them.
-    Channels go past modules that stand between: to the next op that reads the name.
+    A call takes the extra inputs after the input, in the order of the ops that read them, and returns the extra outputs after the output, in the
+    order of the ops that write them. A channel connects ops across modules that are no ops.
 
     >>> import torch
     >>> from tandem import ops
@@ -44,14 +44,14 @@ class Sequential(ReportingMixin, torch.nn.Module):
     (Linear(in_features=8, out_features=32, bias=True), 3)
     """
 
-    _made: Any = _NOTHING_MADE["_made"]  # of a copy
+    _made: Any = _NOTHING_MADE["_made"]  # for copies, whose state lacks it
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module], memory_budget: float | None = None) -> None:
         """Makes a container.
 
         Args:
             args: modules in order, or one mapping of names to modules.
-            memory_budget: bytes that a pipeline of it keeps for backward per row of its main input; None: those of `tandem.memory_budget`.
+            memory_budget: bytes that each of its pipelines may keep for backward per row of its main input; None: as `tandem.memory_budget` says.
         """
         super().__init__()
         watch(self)
@@ -65,7 +65,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
 
     @property
     def memory_budget(self) -> float | None:
-        """Bytes that a pipeline of this container keeps for backward per row of its main input; None: those of `tandem.memory_budget`."""
+        """Bytes that each pipeline of this container may keep for backward per row of its main input; None: as `tandem.memory_budget` says."""
         return float(self._terms.memory_budget) if self._terms.memory_budget else None
 
     @memory_budget.setter
@@ -76,7 +76,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
     # The list.
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_modules":  # of a replica that torch.nn.DataParallel makes
+        if name == "_modules":  # torch.nn.DataParallel assigns it on a replica
             self._forget()
         super().__setattr__(name, value)
 
@@ -85,7 +85,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
     @overload
     def __getitem__(self, index: slice) -> Sequential: ...
     def __getitem__(self, index: int | slice) -> torch.nn.Module:
-        """The module at a position; for a slice a new container that shares the modules, with the names 0, 1, 2, ..."""
+        """The module at an index. A slice returns a new container that shares the modules, with the names 0, 1, 2, ..."""
         if isinstance(index, slice):
             return type(self)(*list(self)[index])
         return self._modules[self._name_at(index)]
@@ -101,7 +101,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
                 setattr(self, name, item)
             return
         replaced = list(self._modules.values())
-        replaced[index] = modules  # the error of a list where an extended slice does not fit
+        replaced[index] = modules  # raises the error of a list if an extended slice does not fit
         self._replace_all(replaced)
 
     def __delitem__(self, index: int | slice) -> None:
@@ -136,7 +136,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
         return self
 
     def insert(self, index: int, module: torch.nn.Module) -> Self:
-        """Adds a module before a position. Names stay where they are: a new one at the end goes to the last module."""
+        """Adds a module before an index. Names keep their positions, and the last module gets a new name."""
         modules = list(self)
         modules.insert(index, _checked(module))
         self.append(modules[-1])
@@ -145,7 +145,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
         return self
 
     def pop(self, index: int | slice = -1) -> torch.nn.Module:
-        """Removes and returns a module, or those of a slice."""
+        """Removes and returns the module at an index, or the modules of a slice."""
         module = self[index]
         del self[index]
         return module
@@ -173,9 +173,9 @@ class Sequential(ReportingMixin, torch.nn.Module):
 
         Args:
             input: x of the first module.
-            extra_inputs: one per unbound extra input of the ops, in order.
-            op_kwargs: arguments for the forward of ops that are written in Python, and tensors that a `GroupedLinear` is to write ("output",
-                "grad_input"), by op or by position here.
+            extra_inputs: one for each extra input of the ops that is not bound to a channel, in order; ValueError if there are more or fewer.
+            op_kwargs: by op, or by index in this container: keyword arguments for the forward of an op in Python, or tensors that a `GroupedLinear`
+                writes ("output", "grad_input").
         """
         if is_dynamo_compiling():
             runs = self._prepared_runs
@@ -203,7 +203,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
     def _walk(self, runs: Runs, x: torch.Tensor, extra: tuple[torch.Tensor, ...], op_kwargs: Mapping[Any, Any] | None) -> Outputs:
         kwargs = self._kwargs_by_run(runs, op_kwargs) if op_kwargs else {}
         results: list[torch.Tensor] = []
-        channels: dict[str, torch.Tensor] = {}  # between runs
+        channels: dict[str, torch.Tensor] = {}  # from run to run
         for position, run in enumerate(runs):
             if not isinstance(run, OpRun):
                 x = run(x)
@@ -249,13 +249,13 @@ class Sequential(ReportingMixin, torch.nn.Module):
                     found[position] = own
         return found
 
-    # What is made of the list.
+    # The runs of the list.
 
     def _forget(self) -> None:
         self.__dict__.update(_NOTHING_MADE)
 
     def _prepare(self) -> Runs:
-        """Makes the pipelines of the list as it is now."""
+        """The runs of the list as it is now, created anew if it changed."""
         changes, known, _, runs, captured = self._made
         if changes is _NOTHING:
             changes = Changes()
@@ -264,24 +264,24 @@ class Sequential(ReportingMixin, torch.nn.Module):
             return runs
         capture(self, changes)
         modules = tuple(self._modules.values())
-        is_wired = any(isinstance(run, OpRun) and run.wiring is not None for run in runs or ())  # by what fused ops consist of, which may change
+        is_wired = any(isinstance(run, OpRun) and run.wiring is not None for run in runs or ())  # depends on parts of fused ops, which may change
         if runs is None or is_wired or len(modules) != len(captured) or not all(map(operator.is_, modules, captured)):
             runs = self._make_runs(modules, changes)
         for run in runs:
             if isinstance(run, OpRun):
                 run.prepare()
         if any(run.now.deferred for run in runs if isinstance(run, OpRun)):
-            token = object()  # the next call looks again
+            token = object()  # a token that never matches makes the next call prepare again
         is_simple = len(runs) == 1 and isinstance(runs[0], OpRun)
         made = (changes, token, runs[0].plain_pipeline() if is_simple else None, runs, modules)
-        self.__dict__.update(_made=made, _changes=changes, _token=token, _runs=runs)  # at once: other threads read them too
+        self.__dict__.update(_made=made, _changes=changes, _token=token, _runs=runs)  # in one step, because other threads read them too
         return runs
 
-    _prepared_runs = property(_C.native_getter(_prepare, "_changes", "_token", "_runs"))  # as Dynamo sees it: equal containers compile once, before their first call too
+    _prepared_runs = property(_C.native_getter(_prepare, "_changes", "_token", "_runs"))  # for Dynamo: equal containers share code before their first call
 
     def _make_runs(self, modules: tuple[torch.nn.Module, ...], changes: Changes) -> Runs:
         groups: list[list[FusibleOperation] | torch.nn.Module] = []
-        units: list[FusibleOperation] | None = None  # to which the next op belongs
+        units: list[FusibleOperation] | None = None  # the run to which the next op is added
         for module in modules:
             if not isinstance(module, FusibleOperation):
                 units = None

@@ -1,4 +1,4 @@
-"""How a container wants its pipelines planned."""
+"""What a container demands of the plans of its pipelines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Terms(NamedTuple):
-    """What is part of the description of each pipeline of a container."""
+    """Demands that are part of the description of each pipeline of a container."""
 
-    required: tuple[str, ...] = ()  # fusions: an error with the reason where one is not made
-    memory_budget: str = ""  # as tandem.regions.memory_budget writes it; empty: that of the region
+    required: tuple[str, ...] = ()  # names of fusions; a call raises an error with the reason if one is not made
+    memory_budget: str = ""  # a number as tandem.regions.memory_budget writes it; empty: the budget of the region

@@ -1,4 +1,4 @@
-"""What pipelines know of operations: everything but how one is called, which needs a pipeline."""
+"""What pipelines know of ops: everything but how an op is called by itself, which needs a pipeline."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _slots_of = cache(_C.quantize_slots)
 
 
 class Unit(torch.nn.Module):
-    """A member of the list that a pipeline is made of. Operations derive from this through `tandem.ops.op`."""
+    """A member of the list from which a pipeline is planned. The classes of ops derive from it through `tandem.ops.op`."""
 
-    recipe_state: RecipeState  # once a recipe has been in force that keeps state
+    recipe_state: RecipeState  # exists after a call under a recipe that keeps state
 
     _styles: ClassVar[Mapping[str, str]] = {}
-    _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
-    _library_forward: ClassVar[Any] = None  # what `forward` is where a subclass leaves it alone
+    _forward_prefix: ClassVar[str | None] = None  # prefix of the forward in Python, None if the library has the forward
+    _library_forward: ClassVar[Any] = None  # the method `forward` of the library, with which that of a subclass is compared
     _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_changes", "_alone_plain", "_alone_token", "_changes", "_fused_ops", "_identity", "_instance", "_keys", "_pipelines_of", "_saved", "_watchers")
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "forward":  # a patch, which containers honour
+        if name == "forward":  # containers call the patched method
             self._tell()
 
     def __delattr__(self, name: str) -> None:
@@ -55,30 +55,30 @@ class Unit(torch.nn.Module):
 
     @property
     def is_fused_op(self) -> bool:
-        """Whether this stands for several basic ops."""
+        """Whether this covers several basic ops."""
         raise NotImplementedError
 
     def flat_ops(self) -> Sequence[BasicUnit]:
-        """The basic ops that this stands for, in order."""
+        """The basic ops of which this consists in a pipeline, in order."""
         raise NotImplementedError
 
     def covered_ops(self) -> Sequence[BasicUnit]:
-        """Those of them that are members of this, as fusion functions put them together: without the ops that stand around one in a pipeline."""
+        """The basic ops that fusion functions see as members of this: `flat_ops` without collectives around an op."""
         raise NotImplementedError
 
     def _capture(self, changes: Changes) -> None:
-        """A pipeline is made of this: what becomes of it from now on is told."""
+        """Registers the observer of a pipeline, which is notified of changes of this from now on."""
         add_watcher(self, changes)
 
     def _check_in_container(self) -> None:
-        """Raises where a container cannot pass on what this returns."""
+        """Raises if a container cannot pass on what this returns."""
 
     def _tell(self) -> None:
-        """Makes the pipelines of this look at it again."""
+        """Notifies the pipelines of this op, which then read it anew."""
         tell(self.__dict__.get("_watchers", ()))
 
     def _quantize_slots(self) -> tuple[int, int]:
-        """How many tensors a recipe quantizes for the parts that share this module's state, in forward and in backward."""
+        """The numbers of tensors that a recipe quantizes, in forward and backward, for all parts that share this module's state."""
         return 0, 0
 
     @property
@@ -87,17 +87,17 @@ class Unit(torch.nn.Module):
         return self.__dict__.get("_owner", self)
 
     def _run_alone(self) -> Any:
-        """The run of this alone, made once."""
+        """The run that consists of this alone, created once."""
         raise NotImplementedError
 
     def pre_first_fuser_forward(self) -> None:
-        """Called on each basic op of a pipeline, once, before it is planned. For subclasses."""
+        """Called once on each basic op of a pipeline, before it is planned. Subclasses may override it."""
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """Called on each basic op of a pipeline before each call of it. For subclasses.
+        """Called on each basic op of a pipeline before each call of it. Subclasses may override it.
 
         Args:
-            requires_grad: whether a gradient is asked of the op, or of one before it.
+            requires_grad: whether a gradient is required for the op, or for an earlier op of the pipeline.
         """
 
     def fuser_forward(
@@ -110,7 +110,7 @@ class Unit(torch.nn.Module):
         next_op_input_quantizer: None = None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        """Runs the covered ops: the output, and the extra outputs of each. All lists have one entry per covered op."""
+        """The output, and the extra outputs of each covered op. Every list has one entry for each covered op."""
         raise NotImplementedError(
             f"{type(self).__qualname__}: expected a forward written in Python, got none. Define fuser_forward, or fuser_forward_compute and "
             "fuser_forward_save_ctx."
@@ -123,7 +123,7 @@ class Unit(torch.nn.Module):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Iterable[torch.Tensor | None]], Iterable[Iterable[torch.Tensor | None]]]:
-        """The gradient of the input, those of the parameters of each covered op, those of its extra inputs."""
+        """grad_x, the gradients of the parameters of each covered op, and the gradients of its extra inputs."""
         raise NotImplementedError(
             f"{type(self).__qualname__}: expected a backward written in Python, got none. Define fuser_backward."
         )
@@ -132,7 +132,7 @@ class Unit(torch.nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        # Parametrized modules have a __getstate__ that raises, and a __deepcopy__, unless there is one, that copies what is volatile too.
+        # Without a __deepcopy__ here, that of parametrized modules would copy volatile attributes too. Their __getstate__ raises.
         cls = type(self)
         state = (cls.__bases__[0] if is_parametrized(self) else cls).__getstate__(self)
         copied = memo[id(self)] = cls.__new__(cls)
@@ -146,11 +146,11 @@ class Unit(torch.nn.Module):
         return replica
 
     def _transformer_engine_names(self) -> Mapping[str, str]:
-        """Our name of each parameter that TransformerEngine calls otherwise, by its name."""
+        """Maps TransformerEngine's name of a parameter to ours, for names that differ."""
         return {}
 
     def _transformer_engine_states(self) -> Sequence[str]:
-        """Before which names it has `_extra_state` in a state dict, each with its dot."""
+        """The prefixes, each with its dot, before TransformerEngine's `_extra_state` in a state dict of this module."""
         return () if self.is_fused_op else ("",)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -159,7 +159,7 @@ class Unit(torch.nn.Module):
             save_parts(self._parameters, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        if type(self).set_extra_state is torch.nn.Module.set_extra_state:  # else it is the class's own
+        if type(self).set_extra_state is torch.nn.Module.set_extra_state:  # otherwise the extra state belongs to the user's class
             drop_extra_state(state_dict, prefix + _EXTRA_STATE)
         prepare_to_load(self, self._quantize_slots(), state_dict, prefix)
         with self._listing_parameters(), loading(self, state_dict, prefix, arguments[0]):
@@ -169,7 +169,7 @@ class Unit(torch.nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Those of the module. A part of another holds none itself (`recurse=False`), and reaches those that it computes with."""
+        """The parameters of the module. A part of a composite owns none (`recurse=False`); with `recurse` it yields the owner's that it uses."""
         shared: Any = self._parameters
         if isinstance(shared, dict) or not recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
@@ -184,7 +184,7 @@ class Unit(torch.nn.Module):
 
     @contextlib.contextmanager
     def _listing_parameters(self) -> Iterator[None]:
-        """The module with a list of parameters, which a part has not."""
+        """Gives a part a real dict of its parameters for a while, because iterating over its shared ones yields none."""
         shared: Any = self._parameters
         if isinstance(shared, dict):
             yield
@@ -199,23 +199,23 @@ class Unit(torch.nn.Module):
 
 
 class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
-    """One operation: an entry of a description."""
+    """One basic op, which is an entry of a description."""
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
-    fuser_options: ClassVar[Sequence[str] | None] = None  # of the class itself: the attributes by which its ops are equal in compiled code
-    output_dtype: torch.dtype | None = None  # of an op written in Python, where its output has not the dtype to which its tensors promote
-    extra_output_dtypes: Sequence[torch.dtype | None] = ()  # the same of its extra outputs
+    fuser_options: ClassVar[Sequence[str] | None] = None  # declared by the class itself: attributes that decide whether ops are equal in compiled code
+    output_dtype: torch.dtype | None = None  # for an op in Python, the dtype of its output; None: the dtype to which its tensors promote
+    extra_output_dtypes: Sequence[torch.dtype | None] = ()  # for an op in Python, the dtypes of its extra outputs; None as above
 
-    _kind: ClassVar[str] = ""  # name in the library
+    _kind: ClassVar[str] = ""  # the library's name of the op
     _option_names: ClassVar[tuple[str, ...]] = ()
-    _names_in_library: ClassVar[Mapping[str, str]] = {}  # of options that the library calls otherwise
+    _names_in_library: ClassVar[Mapping[str, str]] = {}  # the library's names of options that differ from ours
     _parameter_names: ClassVar[tuple[str, ...]] = ()
-    _joins: tuple[int, ...] = ()  # how many of these each operand is; empty: one each
-    _recompute: bool = False  # whether backward makes its results again rather than keep them
+    _joins: tuple[int, ...] = ()  # for each operand the number of parameters that form it; empty: one each
+    _recompute: bool = False  # whether backward recomputes the op's results instead of keeping them
     _depends_on_training: ClassVar[bool] = False
-    _call_buffers: ClassVar[Mapping[str, str]] = {}  # tensors of the caller that a call may name, and the option that says that one is written
-    _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # other attributes that plans depend on
+    _call_buffers: ClassVar[Mapping[str, str]] = {}  # keyword arguments that are tensors to write, and the option that declares each
+    _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # attributes besides options on which plans depend
 
     def __init__(self) -> None:
         """Makes an op whose extra inputs and outputs are arguments and results of its pipeline."""
@@ -235,13 +235,13 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         fields = self.__dict__
         before, had = fields.get(name), self._holds(name)
         super().__setattr__(name, value)
-        if not fields.get("_extra_tensor_channels_locked"):  # asked last: a pipeline in another thread locks first and reads then
+        if not fields.get("_extra_tensor_channels_locked"):  # checked last: a pipeline in another thread first locks, then reads
             return
         if is_option or is_dtype:
             if type(value) is not type(before) or value != before:
                 fields["_changes"] = self.changes + 1
                 self._tell()
-        elif self._holds(name) != had and self.is_python_op:  # its operands are others now
+        elif self._holds(name) != had and self.is_python_op:  # the op has gained or lost an operand
             self._tell()
 
     def __delattr__(self, name: str) -> None:
@@ -262,28 +262,28 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
             self._tell()
 
     def _holds(self, name: str) -> tuple[bool, bool]:
-        """Whether a parameter and a buffer of this name are there."""
+        """Whether a parameter, and whether a buffer, of this name exists."""
         fields = self.__dict__
         return fields.get("_parameters", {}).get(name) is not None, fields.get("_buffers", {}).get(name) is not None
 
     @property
     def _context(self) -> tuple[str, ...]:
-        """What `saved_tensors` holds."""
+        """The names of the tensors in `saved_tensors`."""
         return signature_of(self._kind).context if self._kind else ()
 
     @property
     def _drawn(self) -> tuple[str, ...]:
-        """Of these, what a generator gives."""
+        """The names in `_context` of tensors that come from a generator."""
         return signature_of(self._kind).drawn if self._kind else ()
 
     @property
     def changes(self) -> int:
-        """How often an option was changed after a pipeline had captured the op."""
+        """How often an option has changed since a pipeline captured the op."""
         return self.__dict__.get("_changes", 0)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__["_extra_tensor_channels_locked"] = False  # a copy is not captured yet
+        self.__dict__["_extra_tensor_channels_locked"] = False  # no pipeline has captured the copy
 
     @property
     def is_fused_op(self) -> bool:
@@ -291,11 +291,11 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
 
     @property
     def is_python_op(self) -> bool:
-        """Whether the forward is written in Python."""
+        """Whether the op is written in Python: it has a forward of its own."""
         return self._forward_prefix is not None
 
     def _set_recompute(self, value: bool) -> None:
-        """Says from the next call on whether backward makes its results again rather than keep them."""
+        """Sets whether backward recomputes the op's results instead of keeping them, from the next call on."""
         self.__dict__["_recompute"] = value
         if self.__dict__.get("_extra_tensor_channels_locked"):
             self.__dict__["_changes"] = self.changes + 1
@@ -309,12 +309,12 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
 
     def _capture(self, changes: Changes) -> None:
         super()._capture(changes)
-        if self.is_python_op:  # whose parameters may be those of modules inside it
+        if self.is_python_op:  # modules inside it may own its parameters
             for module in self.modules():
                 capture(module, changes)
 
     def _checked_option(self, name: str, value: Any) -> Any:
-        """An option as it is kept. Raises where the op cannot have it: later, the error would not name the assignment."""
+        """An option's value as the op stores it. Raises if the op cannot have it, because a later error would not point at the assignment."""
         if not self._kind:
             return value
         op = type(self).__name__
@@ -331,7 +331,7 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         return _slots_of(self._kind) if self._kind and not self.is_python_op else (0, 0)
 
     def num_quantizers(self, mode: str) -> int:
-        """How many tensors a recipe quantizes for the op.
+        """The number of tensors that a recipe quantizes for the op in a direction.
 
         Args:
             mode: "forward" or "backward".
@@ -340,13 +340,13 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         return self._quantize_slots()[mode == "backward"]
 
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
-        """The quantizer of one of them under the recipe in force, outside of a region under that of the op's last call; None without one. Of
+        """A quantizer of the op under the recipe in force or, outside of regions, under the recipe of its last call; None if there is none. For
         `DelayedScaling` it has the scale and the amax of the op's state.
 
         Args:
-            mode: "forward": of x, then of the weight; "backward": of the gradient of y. Of products in groups those of the first group, then
+            mode: "forward" for x and the weight, in this order; "backward" for grad_y. A grouped product has those of its first group, then
                 those of the second, and so on.
-            index: which, from 0.
+            index: index of the quantizer, from 0; IndexError if it is out of range.
         """
         count = self.num_quantizers(mode)
         if not 0 <= index < count:
@@ -354,7 +354,7 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         return quantizer_of(self, mode, index)
 
     def _last_recipe(self) -> str:
-        """That of the last eager call, as JSON; empty: none."""
+        """The recipe of the last eager call as JSON; empty if there was none."""
         for prepared in self.__dict__.get("_pipelines_of", ()):
             for pipeline in list(prepared.pipelines.values()):
                 if recipe := pipeline.last_recipe():
@@ -362,42 +362,42 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         return ""
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """That of x, None where x is not quantized."""
+        """The quantizer of x; None if x is not quantized."""
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """That of the gradient of y, None where it is not quantized."""
+        """The quantizer of grad_y; None if grad_y is not quantized."""
         return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
 
     def _first_slots(self) -> tuple[int, int]:
-        """Where this op's slots begin in the state of the module that it is a part of."""
+        """The first slots of this op, in forward and backward, in the state of the module that owns it."""
         before = itertools.takewhile(lambda part: part is not self, self._holder.flat_ops())  # type: ignore[operator]
         slots = [part._quantize_slots() for part in before]
         return sum(forward for forward, _ in slots), sum(backward for _, backward in slots)
 
     @property
     def instance_id(self) -> str:
-        """A text that no other op of this process has."""
+        """A text that identifies the op in this process."""
         known = self.__dict__.get("_instance")
         return known or self.__dict__.setdefault("_instance", f"{type(self).__qualname__}@{next(_instances)}")
 
 
 class FusedUnit(Unit):
-    """Several basic ops."""
+    """An op that covers several basic ops."""
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """That of the first op."""
+        """The input quantizer of the first basic op."""
         return self.flat_ops()[0].get_input_quantizer()
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """That of the last op."""
+        """The grad_output quantizer of the last basic op."""
         return self.flat_ops()[-1].get_grad_output_quantizer()
 
     def __init__(self, basic_ops: Iterable[Unit]) -> None:
-        """Makes an op that stands for others.
+        """Makes an op that covers others.
 
         Args:
-            basic_ops: those that it stands for, in order; at least one.
+            basic_ops: the covered ops in order; ValueError if there are none.
         """
         super().__init__()
         watch(self)
@@ -427,7 +427,7 @@ class FusedUnit(Unit):
             op._capture(changes)
 
 def drop_extra_state(state_dict: dict[str, Any], key: str) -> None:
-    """Takes TransformerEngine's quantization state out of a state dict; it is never read, as it would have to be unpickled."""
+    """Removes TransformerEngine's quantization state from a state dict. It is never read, because it would have to be unpickled."""
     state = state_dict.pop(key, None)
     if isinstance(state, torch.Tensor) and state.numel() != 0 or state is not None and not isinstance(state, torch.Tensor):
         warn_about_extra_state(key)

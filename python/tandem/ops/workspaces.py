@@ -1,7 +1,7 @@
-"""Workspaces for the codes of weights that compiled code is given, as tensors of its graph which it writes.
+"""Workspaces for codes of weights in compiled code: tensors of its graph, which it writes.
 
-Eager pipelines keep theirs in the library. Dynamo reads these as attributes of an object, whose names say which weights are quantized how: equal
-pipelines have equal names, and what one of them has traced, all of them have before their first call.
+The library owns the workspaces of eager pipelines. Dynamo reads these as attributes of an object, and an attribute's name stands for the weights and their
+quantizers. Pipelines with equal descriptions have equal names, so each has, before its first call, the workspaces that a trace of another needs.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tandem import _C
 
-Spec = tuple[tuple[int, ...], str, tuple[bool, bool, bool]]  # of a weight: places among the parameters, quantizer, wanted parts
+Spec = tuple[tuple[int, ...], str, tuple[bool, bool, bool]]  # for a weight: positions among the parameters, quantizer, wanted parts
 Specs = tuple[Spec, ...]
 
 _names: dict[Specs, str] = {}
-_known: dict[str, dict[Specs, None]] = {}  # by description: what has been traced
-_watching: dict[str, weakref.WeakSet[Any]] = {}  # by description: pipelines that have been asked for their workspaces
+_known: dict[str, dict[Specs, None]] = {}  # description -> what was traced
+_watching: dict[str, weakref.WeakSet[Any]] = {}  # description -> pipelines that have read their workspaces
 
 
 class Held:
-    """Lists of tensors as attributes, by `name`, and in `_likes` of what weights they are. `_made`: each workspace by itself."""
+    """Lists of tensors as attributes. `_likes` holds shapes, dtypes and devices of their weights by name, `_made` each workspace by itself."""
 
     def __init__(self) -> None:
         self._likes: dict[str, list[Any]] = {}
         self._made: dict[str, list[tuple[Spec, list[torch.Tensor]]]] = {}
 
     def make(self, spec: Spec, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A fresh one, which knows why the weight has none."""
+        """A new workspace, which records why the weight has no fitting one."""
         places, quantizer, parts = spec
         used = [other for made in self._made.values() for other, tensors in made if other[0] == places and tensors[-1][0].item()]
         alike = [other[2] for other in used if other[1] == quantizer]
@@ -41,23 +41,23 @@ class Held:
 
 
 def plain(params: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """The parameters where each lies in memory as it is."""
+    """The parameters, if all are dense tensors without a subclass; None otherwise."""
     found = [param for param in params if type(param) in (torch.nn.Parameter, torch.Tensor) and not param.is_meta]
     return found if len(found) == len(params) else None
 
 
 def watch(described: str, pipeline: Any) -> None:
-    """Asks the pipeline again for its workspaces once others are known."""
+    """Makes the pipeline look for workspaces anew when another need becomes known for its description."""
     _watching.setdefault(described, weakref.WeakSet()).add(pipeline)
 
 
 def known(described: str) -> tuple[Specs, ...]:
-    """What has been traced of pipelines of this description."""
+    """The workspaces that traces of pipelines with this description have needed."""
     return tuple(_known.get(described, ()))
 
 
 def note(described: str, specs: Specs) -> None:
-    """Remembers what has been traced."""
+    """Records the workspaces that a trace needs."""
     traced = _known.setdefault(described, {})
     if specs not in traced:
         traced[specs] = None
@@ -66,7 +66,7 @@ def note(described: str, specs: Specs) -> None:
 
 
 def fit(held: Held, specs: Specs, params: Sequence[torch.Tensor]) -> str:
-    """The name of workspaces that fit the weights; made where there are none yet."""
+    """The name of workspaces that fit the weights. It creates them if they are missing or belong to other weights."""
     name = _names.setdefault(specs, f"of_{len(_names)}")
     likes = [(params[at].shape, params[at].dtype, params[at].device) for places, _, _ in specs for at in places]
     if held._likes.get(name) != likes:
@@ -79,5 +79,5 @@ def fit(held: Held, specs: Specs, params: Sequence[torch.Tensor]) -> str:
 
 
 def stamps(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Which of them are stamps: no other part of a workspace has their dtype."""
+    """The positions of stamps, which alone have dtype int64."""
     return tuple([at for at, tensor in enumerate(tensors) if tensor.dtype == torch.int64])
