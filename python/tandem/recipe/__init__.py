@@ -1,4 +1,4 @@
-"""Recipes: the choice of low-precision format and scaling, as frozen values."""
+"""Recipes: the choice of a quantizer for each role, as frozen values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8BlockScaling, Float8
 
 
 def recipe_from_json(text: str) -> Recipe:
-    """The recipe of `to_json`: its fields are what the constructor calls them."""
+    """The recipe that `to_json` wrote. Raises ValueError for an unknown name."""
     values = json.loads(text)
     name = values.pop("name")
     for of_the_region in ("amax_reduction_group", "calibrating"):

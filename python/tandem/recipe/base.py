@@ -1,4 +1,4 @@
-"""What recipes have in common: formats of operands, and fields as the library has them."""
+"""What all recipes share: formats of operands, and fields that the library declares."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tandem import _C
 
 
 class _Largest(NamedTuple):
-    """The largest numbers of a format: of inputs and weights, and of gradients."""
+    """The largest numbers of a format in forward (inputs and weights) and in backward (gradients)."""
 
     max_fwd: float
     max_bwd: float
 
 
 class Format(enum.Enum):
-    """Formats of the operands of a product: one for all of them, or, HYBRID, E4M3 for inputs and weights and E5M2 for gradients."""
+    """The element type of the operands of a product. HYBRID is E4M3 for inputs and weights and E5M2 for gradients."""
 
     E2M1 = _Largest(max_fwd=6, max_bwd=6)
     E4M3 = _Largest(max_fwd=448, max_bwd=448)
@@ -27,23 +27,23 @@ class Format(enum.Enum):
 
 
 class MMParams(NamedTuple):
-    """How a product sums.
+    """The precision in which a product sums.
 
     Args:
-        use_split_accumulator: of no meaning here: sums are float32 or wider.
+        use_split_accumulator: accepted for TransformerEngine, without effect: sums are float32 or wider.
     """
 
     use_split_accumulator: bool = True
 
 
 class QParams(NamedTuple):
-    """How an operand is quantized: what a recipe's `fp8_quant_fwd_inp`, `fp8_quant_fwd_weight` and `fp8_quant_bwd_grad` tell.
+    """Options by which an operand is quantized, returned by `fp8_quant_fwd_inp`, `fp8_quant_fwd_weight` and `fp8_quant_bwd_grad` of a recipe.
 
     Args:
         power_2_scale: whether scales are powers of two.
-        amax_epsilon: the least amax.
-        random_hadamard_transform: whether codes of columns are of rotated ones.
-        stochastic_rounding: whether codes are rounded by chance.
+        amax_epsilon: lower bound of an amax, in units of the operand.
+        random_hadamard_transform: whether columns are rotated before they are quantized.
+        stochastic_rounding: whether numbers are rounded stochastically.
         fp4_2d_quantization: whether blocks are squares.
     """
 
@@ -55,7 +55,7 @@ class QParams(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A field of a recipe, as the library has it: reading, writing and checks follow it."""
+    """A field of a recipe as the library declares it. Constructors, checks and `to_json` follow the declaration."""
 
     name: str
     type: str
@@ -82,23 +82,23 @@ class _Row(NamedTuple):
         return is_number and (self.least is None or value >= self.least) and (self.greatest is None or value <= self.greatest)
 
     def written(self, value: Any) -> str:
-        """As JSON; by hand, as Dynamo traces it."""
+        """The field as JSON. It is written by hand, so that Dynamo can trace it."""
         if self.type == "text":
             text = f'"{value.name if isinstance(value, Format) else "none" if value is None else value}"'
         elif self.type == "flag":
             text = "true" if value else "false"
         else:
-            text = f"{int(value) if self.type == 'whole' else float(value)}"  # of a number that Dynamo lets vary it traces no str()
+            text = f"{int(value) if self.type == 'whole' else float(value)}"  # Dynamo does not trace str() of a number that it makes dynamic
         return f'"{self.name}":{text}'
 
 
 class Recipe:
-    """Base of all recipes."""
+    """Base class of all recipes."""
 
     fp8_format: Format
-    _name: ClassVar[str] = ""  # what the library calls it, and those that inherit from it
+    _name: ClassVar[str] = ""  # the library's name of the recipe, which subclasses of a recipe inherit
     _rows: ClassVar[tuple[_Row, ...]]
-    _only_defaults: ClassVar[tuple[tuple[str, object], ...]] = ()  # arguments of TransformerEngine that the library has not
+    _only_defaults: ClassVar[tuple[tuple[str, object], ...]] = ()  # TransformerEngine's arguments that accept only their default here
 
     def __init_subclass__(cls) -> None:
         if Recipe in cls.__bases__:
@@ -155,7 +155,7 @@ class Recipe:
         return cls._name == "CustomRecipe"
 
     def to_json(self) -> str:
-        """The recipe as canonical JSON: what descriptions of pipelines hold."""
+        """The recipe as canonical JSON, which descriptions of pipelines contain."""
         return self._written({})
 
     def _written(self, instead: dict[str, object]) -> str:
@@ -164,7 +164,7 @@ class Recipe:
 
 
 def check_recipe(op: str, recipe: object, or_none: str = " or None") -> None:
-    """Refuses what is no recipe."""
+    """Raises TypeError unless `recipe` is a recipe or, if `or_none` is not empty, None."""
     if not isinstance(recipe, Recipe) and (recipe is not None or not or_none):
         raise TypeError(
             f"{op}: expected recipe to be a recipe of tandem.recipe{or_none}, got {type(recipe).__name__}. Pass for example "

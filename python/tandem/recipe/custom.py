@@ -1,4 +1,4 @@
-"""The recipe that asks a function of the user which quantizer each operand has."""
+"""The recipe in which a function of the user chooses the quantizer of each operand."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tandem.recipe.scaling import Float8CurrentScaling
 
 
 class QuantizerRole(NamedTuple):
-    """What a `CustomRecipe` is asked about: an operand of a product.
+    """The operand of a product for which a `CustomRecipe` chooses a quantizer.
 
     Args:
         module_type: "linear", "grouped_linear", or "quantize" for `ops.Quantize`.
         tensor_type: "input", "weight" or "grad_output".
-        name: the op as `explain` names it, with its place in the pipeline: "2.basic_linear"; empty where nobody calls it yet.
-        slot: which of a list of operands.
+        name: the op's index in the pipeline and its kind, as `explain` prints them: "2.basic_linear"; empty outside of a call.
+        slot: index of the operand in a list of operands.
     """
 
     module_type: str = ""
@@ -41,7 +41,7 @@ _QuantizerFactory = Callable[[QuantizerRole], Quantizer | None]
 
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
-    """Each operand of a product as a function says.
+    """A function chooses the quantizer of each operand of a product.
 
     >>> import torch, tandem
     >>> def four_bits_forward(role: tandem.recipe.QuantizerRole) -> tandem.Quantizer | None:
@@ -53,12 +53,13 @@ class CustomRecipe(Recipe):
     ...     y = linear(torch.randn(4, 64))
 
     Args:
-        qfactory: given a `QuantizerRole`, the quantizer of the tensor, or None where it is not quantized; asked once for each role. It is known by its
-            code and what it has captured, a method by its object, so that what it decides by must not change; one that differs each time is kept each time, of
-            which a warning tells. Quantizers are the library's: one with a `quantize` of its own is refused. The codes of the other operand of a product are decoded where there is none. What products read decides which directions there are, not the quantizer.
-        fp8_format, quantization_alignment: of no meaning: quantizers have formats, and padding is inside.
-        fp8_dpa, fp8_mha: False; no other value is known yet.
-        backward_override: as of `Float8CurrentScaling`.
+        qfactory: a function of a `QuantizerRole` that returns the quantizer of that operand, or None for no quantization. It is called once for each role. A
+            function is recognized by its code and captured values, a method by its object, so what it depends on must not change. Functions that differ
+            are kept for good, and a warning reports many of them. A quantizer with a `quantize` method of its own raises NotImplementedError.
+            If only one operand of a product has a quantizer, its codes are dequantized. The products that read an operand decide its directions.
+        fp8_format, quantization_alignment: without effect: quantizers have formats, and kernels pad.
+        fp8_dpa, fp8_mha: False; another value raises NotImplementedError.
+        backward_override: as for `Float8CurrentScaling`.
     """
 
     qfactory: _QuantizerFactory
@@ -80,7 +81,7 @@ class CustomRecipe(Recipe):
         if row.name != "quantizers":
             super()._check(row)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # functions have another name in another process
+    def __reduce__(self) -> tuple[Any, ...]:  # functions are registered under another name in another process
         return type(self), tuple([getattr(self, field.name) for field in fields(self)])
 
     def to_json(self) -> str:
@@ -88,7 +89,7 @@ class CustomRecipe(Recipe):
 
 
 def _chosen_by(recipe: CustomRecipe) -> str:
-    """The name under which the library finds the function of a recipe."""
+    """The name under which the library finds a recipe's function, which is registered if it is new."""
     parts: list[object] = []
     key = _identity(recipe.qfactory, parts)
     if key not in _choices:
@@ -101,7 +102,7 @@ def _chosen_by(recipe: CustomRecipe) -> str:
 
 
 def _count(function: Any) -> None:
-    """Warns, once for each line, of functions that are new each time that it runs."""
+    """Counts different functions with equal code, and warns once for each code if they are many."""
     while type(function) is functools.partial:
         function = function.func
     function = getattr(function, "__func__", function)
@@ -121,15 +122,15 @@ def _name_of(code: Any) -> str:
 
 
 _MANY = 64
-_made_of: dict[object, int] = {}  # functions by their code
+_made_of: dict[object, int] = {}  # code -> number of registered functions
 
 
-_choices: dict[object, tuple[str, list[object]]] = {}  # with what the key names by number, which nothing else gets while it lives
+_choices: dict[object, tuple[str, list[object]]] = {}  # key -> name, and objects whose ids the key contains, so that they stay valid
 _factories: dict[str, _QuantizerFactory] = {}
 
 
 def _identity(function: object, parts: list[object]) -> object:
-    """What tells a function from others: a method or a lambda is another object each time that its line runs. `parts` takes what has to stay."""
+    """A key that is equal for functions that decide alike: each run of a line makes a new method or lambda. Objects that must live go to `parts`."""
 
     def held(value: object) -> object:
         if isinstance(value, Quantizer):
@@ -147,7 +148,7 @@ def _identity(function: object, parts: list[object]) -> object:
         return held(function)
     try:
         captured = [held(cell.cell_contents) for cell in function.__closure__ or ()]
-    except ValueError:  # of a name that has no value yet
+    except ValueError:  # a captured name has no value yet
         return held(function)
     defaults = [held(value) for value in function.__defaults__ or ()]
     named = [(name, held(value)) for name, value in (function.__kwdefaults__ or {}).items()]

@@ -1,4 +1,4 @@
-"""The recipe whose scales come from past steps, and the functions of users that compute them."""
+"""The recipe whose scales come from past steps, and functions of users that compute such scales."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _numbers = itertools.count(1)
 class DelayedScaling(Recipe):
     """FP8 with one scale per tensor, from the amaxes of past steps: scale = FP8 maximum 2^-margin / amax.
 
-    Modules keep a history of amaxes for each tensor that is quantized for them, in the buffers of `recipe_state`. It moves on once per outermost
-    `tandem.autocast`: for forward when that is left with gradients enabled, for gradients when the last backward of its calls has run.
+    Modules keep a history of amaxes for each tensor that is quantized for them, in the buffers of `recipe_state`. A step is one outermost
+    `tandem.autocast`: forward's history advances when it is left with gradients enabled, backward's history after the last backward of its calls.
 
     Args:
-        margin: scales are 2^margin times smaller than they could be; from -64 to 64.
-        fp8_format: formats of the operands.
-        amax_history_len: steps that count, from 1 to 65536.
-        amax_compute_algo: "max" (the largest of the history), "most_recent", or a function of the history [length, slots] that gives the amaxes
-            [slots].
-        scaling_factor_compute_algo: None, or a function of the amaxes [slots], the scales [slots] so far, the FP8 maximum and this recipe that
-            gives the scales [slots].
-        reduce_amax: whether processes share their amaxes: those of `amax_reduction_group` of `tandem.autocast`, else all.
-        fp8_dpa, fp8_mha: False; no other value is known yet.
-        backward_override: None; there is no other value.
+        margin: from -64 to 64; scales are 2^margin times smaller than the largest without overflow.
+        fp8_format: element types of the operands: Format.HYBRID or Format.E4M3.
+        amax_history_len: number of steps in the history, from 1 to 65536.
+        amax_compute_algo: "max" for the largest amax of the history, "most_recent", or a function of the history [length, slots] that returns the
+            amaxes [slots].
+        scaling_factor_compute_algo: None, or a function of the amaxes [slots], the current scales [slots], the FP8 maximum and this recipe that
+            returns the new scales [slots].
+        reduce_amax: whether ranks share their amaxes: those of `amax_reduction_group` of `tandem.autocast`, or all ranks without a group.
+        fp8_dpa, fp8_mha: False; another value raises NotImplementedError.
+        backward_override: None; another value raises an error.
     """
 
     margin: int = 0
@@ -63,15 +63,15 @@ class DelayedScaling(Recipe):
         object.__setattr__(self, "_function", _registered(self))
 
     def _check(self, row: _Row) -> None:
-        is_other = row.name in ("amax_reduction_group", "calibrating", "scale_update")  # of the region, and of the functions
+        is_other = row.name in ("amax_reduction_group", "calibrating", "scale_update")  # fields that regions and functions set
         if not is_other and not (row.name == "amax_compute_algo" and callable(self.amax_compute_algo)):
             super()._check(row)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # functions have another name in another process
+    def __reduce__(self) -> tuple[Any, ...]:  # functions are registered under another name in another process
         return type(self), tuple([getattr(self, field.name) for field in fields(self)])
 
     def to_json(self, group: str = "", calibrating: bool = False) -> str:
-        """As the base class says; `group` is the name of the processes that share their amaxes, `calibrating` that products are not quantized."""
+        """The recipe as canonical JSON. `group` names the ranks that share their amaxes; `calibrating` declares that products are not quantized."""
         instead: dict[str, object] = {"amax_reduction_group": group if self.reduce_amax else "", "calibrating": calibrating}
         instead["scale_update"] = self._function  # type: ignore[attr-defined]
         if callable(self.amax_compute_algo):
@@ -80,8 +80,8 @@ class DelayedScaling(Recipe):
 
 
 def _registered(recipe: DelayedScaling) -> str:
-    """The name under which the library finds the functions of a recipe; empty where it has none. Known by the functions: two recipes with the
-    same ones share it, and it holds in this process only."""
+    """The name under which the library finds a recipe's functions; empty if it has none. Recipes with equal fields share a name, which is valid in
+    this process only."""
     functions = (recipe.amax_compute_algo, recipe.scaling_factor_compute_algo)
     if not any(callable(function) for function in functions):
         return ""
@@ -107,7 +107,7 @@ def _checked(name: str, given: Any, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _update(recipe: DelayedScaling, amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float) -> None:
-    """Ends a step of slots whose row 0 is their amax over all processes. Slots that were not used stay as they are."""
+    """Updates scales and histories at the end of a step. Row 0 of the history is the amax over all ranks; slots with amax 0 were not used and stay."""
     with torch.no_grad():
         used = amax_history[0] != 0
         if callable(recipe.amax_compute_algo):

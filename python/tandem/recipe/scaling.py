@@ -1,4 +1,4 @@
-"""Recipes whose scales come from the tensor as it is: one per tensor, or per block."""
+"""Recipes whose scales come from the current tensor: one per tensor, or one per block."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tandem.recipe.base import Format, MMParams, QParams, Recipe
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one scale per tensor, from the largest magnitude of the tensor as it is.
+    """FP8 with one scale per tensor, from the amax of the current tensor.
 
     scale = FP8 maximum / max(amax, epsilon), rounded down to a power of two with `use_power_2_scales`.
 
     Args:
         use_power_2_scales: whether scales are powers of two.
-        fp8_format: formats of the operands.
-        amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad_output: least amax of inputs, weights and gradients, at least 0.
-        fp8_dpa, fp8_mha: False; no other value is known yet.
-        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of no meaning: products sum in float32 or wider.
-        backward_override: what backward multiplies by: None: codes, of gradients too; "high_precision": the numbers that forward has quantized, which are
-            kept; "dequantized": the numbers that the codes of forward stand for, which are kept instead. Gradients are as they are then.
+        fp8_format: element types of the operands: Format.HYBRID or Format.E4M3.
+        amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad_output: at least 0; lower bound of the amax of inputs, weights and gradients.
+        fp8_dpa, fp8_mha: False; another value raises NotImplementedError.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: without effect: products sum in float32 or wider.
+        backward_override: the operands of products in backward. None: codes, also of gradients. "high_precision": the unquantized inputs and weights, which
+            are kept. "dequantized": the dequantized values of forward's codes, which are kept instead. With a text, gradients are not quantized.
     """
 
     use_power_2_scales: bool = False
@@ -52,14 +52,14 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """FP8 with one power of two as scale per block of 32 numbers, along the dimension that a product sums over (OCP MX).
+    """FP8 with one power of two as scale per block of 32 numbers along the dimension that a product sums over (OCP MX).
 
     Args:
-        margin: 0; these scales have no margin.
-        fp8_format: formats of the operands.
-        enable_2d_quantization: whether blocks of weights are 32 by 32, so that forward and backward see the same codes.
-        fp8_dpa, fp8_mha: False; no other value is known yet.
-        backward_override: as of `Float8CurrentScaling`.
+        margin: 0, because these scales have no margin; another value raises NotImplementedError.
+        fp8_format: element types of the operands: Format.HYBRID or Format.E4M3.
+        enable_2d_quantization: whether blocks of weights are 32 by 32, so that forward and backward multiply equal codes.
+        fp8_dpa, fp8_mha: False; another value raises NotImplementedError.
+        backward_override: as for `Float8CurrentScaling`.
     """
 
     margin: int = 0
@@ -74,19 +74,19 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """FP8 with one scale per block of 128 numbers along the dimension that a product sums over, or of 128 by 128.
+    """FP8 with one scale per block of 128 numbers along the dimension that a product sums over, or per block of 128 by 128.
 
     scale = FP8 maximum / max(amax of the block, epsilon), rounded down to a power of two unless `use_f32_scales`.
 
     Args:
-        use_f32_scales: whether scales are any float32 numbers, not powers of two.
-        fp8_format: formats of the operands.
-        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: blocks of inputs, weights and gradients, 1: lines of 128 numbers, 2: squares
-            of 128 by 128, of which forward and backward see the same codes. No product takes two operands in squares.
-        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of no meaning: products sum in float32 or wider; split accumulators are required.
-        fp8_dpa, fp8_mha: False; no other value is known yet.
-        backward_override: as of `Float8CurrentScaling`.
-        amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad_output: least amax of blocks of inputs, weights and gradients, at least 0.
+        use_f32_scales: whether scales are any float32 numbers rather than powers of two.
+        fp8_format: element types of the operands: Format.HYBRID or Format.E4M3.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: blocks of inputs, weights and gradients. 1: lines of 128 numbers. 2: squares of
+            128 by 128, with equal codes in forward and backward. No product takes two operands in squares: more than one 2 raises ValueError.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: MMParams(); another value raises NotImplementedError. Products sum in float32 or wider.
+        fp8_dpa, fp8_mha: False; another value raises NotImplementedError.
+        backward_override: as for `Float8CurrentScaling`.
+        amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad_output: at least 0; lower bound of the amax of a block of inputs, weights and gradients.
     """
 
     use_f32_scales: bool = False
@@ -133,24 +133,24 @@ class Float8BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
-    """Four bits, E2M1, with one E4M3 scale per block of 16 numbers along the dimension that a product sums over, and one float32 per tensor.
+    """FP4 (E2M1) with one E4M3 scale per block of 16 numbers along the dimension that a product sums over, and one float32 scale per tensor.
 
-    The operands of the gradient of a weight are rotated by a random Hadamard transform, the same for both, which spreads outliers; gradients are rounded
-    by chance, right on average; blocks of weights are 16 by 16, so that forward and backward see the same codes.
+    Both operands of the product for the gradient of a weight are rotated by one random Hadamard transform, which spreads outliers. Gradients are
+    rounded stochastically, without bias. Blocks of weights are 16 by 16, so that forward and backward multiply equal codes.
 
     Args:
-        disable_rht: whether nothing is rotated.
+        disable_rht: whether operands are not rotated.
         disable_stochastic_rounding: whether gradients are rounded to nearest.
         disable_2d_quantization: whether blocks of weights are lines of 16.
-        row_scaled_activation: False; no other value is known yet.
-        nvfp4_4over6: "none", "weights", "activations" or "all": operands of whose blocks the largest number becomes 6 or 4, whichever errs less.
-            Gradients are none of them. Rotated columns choose by what they are after the rotation.
-        nvfp4_4over6_e4m3_use_256: the same words: those of them the scales of whose blocks reach up to 256, so that 1.5 times as much is in E4M3 too; of
-            others up to 448.
-        nvfp4_4over6_err_mode: what errs less, by sums over a block: "MAE", of absolute errors, or "MSE", of their squares.
-        fp4_format, fp8_format: Format.E2M1 and Format.E4M3; there are no others.
-        fp8_dpa, fp8_mha: False; no other value is known yet.
-        backward_override: as of `Float8CurrentScaling`.
+        row_scaled_activation: False; another value raises NotImplementedError.
+        nvfp4_4over6: "none", "weights", "activations" or "all": operands in which the largest number of each block becomes 6 or 4, whichever has the
+            smaller error. Gradients never do. Rotated columns compare errors after the rotation.
+        nvfp4_4over6_e4m3_use_256: "none", "weights", "activations" or "all": operands, among those of `nvfp4_4over6`, whose block scales reach up to
+            256 instead of 448, so that 1.5 times as much still fits E4M3.
+        nvfp4_4over6_err_mode: the error of a block: "MAE", a sum of absolute errors, or "MSE", a sum of their squares.
+        fp4_format, fp8_format: Format.E2M1 and Format.E4M3; another value raises NotImplementedError.
+        fp8_dpa, fp8_mha: False; another value raises NotImplementedError.
+        backward_override: as for `Float8CurrentScaling`.
     """
 
     disable_rht: bool = False
