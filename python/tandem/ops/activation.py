@@ -57,7 +57,7 @@ class _Activation(_CachedInput, BasicOperation):
     _context_quantizers = ("prev_op_grad_output_quantizer",)
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        """Makes the activation, which has no parameters.
+        """Makes the activation, which has no parameters. y has the shape of x, and the dtype of autocast or x.
 
         Args:
             cache_quantized_input: whether backward reads x from 8-bit codes; the attribute of this name says more.
@@ -96,7 +96,7 @@ class _Interleaved(BasicOperation):
 
 class _GatedUnit(_Interleaved, _Activation):
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
-        """Makes the gated unit, which has no parameters.
+        """Makes the gated unit, which has no parameters: x [..., features] -> y [..., features / 2], in the dtype of autocast or x.
 
         Args:
             cache_quantized_input: whether backward reads x from 8-bit codes; the attribute of this name says more.
@@ -173,31 +173,31 @@ class GLU(_GatedUnit):
 
 
 class GEGLU(_GatedUnit):
-    """y = gelu(a) b, where a and b are the halves of the last dimension of x."""
+    """y = gelu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
 
     _kind = "geglu"
 
 
 class ErfGEGLU(_GatedUnit):
-    """y = erf_gelu(a) b, where a and b are the halves of the last dimension of x."""
+    """y = erf_gelu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
 
     _kind = "erf_geglu"
 
 
 class QGEGLU(_GatedUnit):
-    """y = qgelu(a) b, where a and b are the halves of the last dimension of x."""
+    """y = qgelu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
 
     _kind = "qgeglu"
 
 
 class ReGLU(_GatedUnit):
-    """y = relu(a) b, where a and b are the halves of the last dimension of x."""
+    """y = relu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
 
     _kind = "reglu"
 
 
 class SReGLU(_GatedUnit):
-    """y = srelu(a) b, where a and b are the halves of the last dimension of x."""
+    """y = srelu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
 
     _kind = "sreglu"
 
@@ -231,7 +231,7 @@ class SiTUGLU(_GatedUnit):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        """Makes the gated unit, which has no parameters.
+        """Makes the gated unit, which has no parameters: x [..., features] -> y [..., features / 2], in the dtype of autocast or x.
 
         Args:
             beta1: above 0; the gate beta1 tanh(a / beta1) sigmoid(a) stays below it in magnitude.
@@ -264,7 +264,7 @@ class ClampedSwiGLU(_GatedUnit):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        """Makes the gated unit, which has no parameters.
+        """Makes the gated unit, which has no parameters: x [..., features] -> y [..., features / 2], in the dtype of autocast or x.
 
         Args:
             limit: the largest a', and the largest magnitude of b'.
@@ -285,7 +285,7 @@ class _ScaledUnit(_Interleaved):
     num_extra_inputs = 1
 
     def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
-        """Makes the gated unit, which has no parameters.
+        """Makes the gated unit, which has no parameters: x [..., features] -> y [..., features / 2], in the dtype of autocast or x.
 
         Args:
             glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
@@ -326,7 +326,7 @@ class ScaledSiTUGLU(_ScaledUnit):
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
-        """Makes the gated unit, which has no parameters.
+        """Makes the gated unit, which has no parameters: x [..., features] -> y [..., features / 2], in the dtype of autocast or x.
 
         Args:
             glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
@@ -358,7 +358,7 @@ class ScaledClampedQGeGLU(_ScaledUnit):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        """Makes the gated unit, which has no parameters.
+        """Makes the gated unit, which has no parameters: x [..., features] -> y [..., features / 2], in the dtype of autocast or x.
 
         Args:
             glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
@@ -381,7 +381,7 @@ class ScaledSReLU(BasicOperation):
     _kind = "scaled_srelu"
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        """Makes the activation, which has no parameters.
+        """Makes the activation, which has no parameters. y has the shape of x, and the dtype of autocast or x.
 
         Args:
             activation_recompute_in_mlp: accepted for TransformerEngine, without effect: forward never keeps y; backward re-emits it on demand.

@@ -68,6 +68,7 @@ class Attention(BasicOperation):
 
     The last dimension of x holds the heads of queries, then of keys, then of values. On the CPU torch's flash attention runs both directions, so that not
     all scores are in memory at once: backward keeps x, y and one number for each row and head. A query that sees no key has y = 0.
+    y has the dtype of autocast or x.
 
     >>> import torch
     >>> from tandem import ops
@@ -117,8 +118,9 @@ class Attention(BasicOperation):
 class QKNorm(DeferredMixin, BasicOperation):
     """y = head / sqrt(mean(head^2) + eps) * weight, for each head of queries and of keys in x [..., sequence, (num_heads + 2 num_kv_heads) head_dim].
 
-    `weight` is query_weight or key_weight, [head_dim] each; with `zero_centered_gamma` the factor is 1 + weight. y has the shape of x; values are copied.
-    The last dimension of x holds queries, keys and values as for `Rotary`, which follows this op. Forward keeps x and the weights.
+    `weight` is query_weight or key_weight, [head_dim] each; with `zero_centered_gamma` the factor is 1 + weight. y has the shape of x, and the dtype of
+    autocast or of the weights; values are copied. The last dimension of x holds queries, keys and values as for `Rotary`, which follows this op.
+    Forward keeps x and the weights.
     >>> import torch
     >>> from tandem import ops
     >>> heads = {"num_heads": 4, "head_dim": 16, "num_kv_heads": 1}

@@ -68,7 +68,7 @@ def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fals
     `FusedOperation` objects in place of the runs of ops that they replace. It must not call the pipeline that is planned, and its result must
     depend on nothing but the ops and the recipe.
 
-    The contract of a fused op here: interchangeable with the forward of the ops it covers, each of which keeps its own backward.
+    A fused op of this pass must be interchangeable with the forward of the ops it covers, each of which keeps its own backward:
 
     - It computes the same output, and the extra outputs that ops outside of it or the caller read.
     - It saves on the context of each covered op what the op's own backward reads: for ops of the library the tensors listed in "A fusion in
@@ -88,7 +88,7 @@ def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fals
 def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> FusionHandle:
     """Registers a backward fusion. `op_fusion_func` is called as in `register_forward_fusion`.
 
-    The contract of a fused op here: interchangeable with the backward of the ops it covers, whose own forwards ran.
+    A fused op of this pass must be interchangeable with the backward of the ops it covers, whose own forwards ran:
 
     - `fuser_backward` finds on the context of each covered op what the op's own forward saved, and may read `ctx.saved_tensors` or
       `ctx.saved_tensor(name)`; an error names a context with other contents. A saved tensor that no required gradient depends on is None.
@@ -108,7 +108,7 @@ def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fal
 def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> FusionHandle:
     """Registers a joint fusion, of both directions. `op_fusion_func` is called as in `register_forward_fusion`.
 
-    The contract of a fused op here: it replaces both directions of the ops it covers, or neither.
+    A fused op of this pass replaces both directions of the ops it covers, or neither:
 
     - `fuser_backward` finds on the contexts the tensors and attributes that `fuser_forward` saved. No other op reads them.
     - If no gradient is required, its forward runs alone.

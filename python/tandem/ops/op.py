@@ -63,7 +63,7 @@ class FusibleOperation(Unit):
         return run(input, extra_inputs, self.training, kwargs)
 
     _alone_plain: tuple[Any, Any, Any, Any] = (Changes(), None, None, None)  # before the first call
-    _prepared_run = property(_C.native_getter(_run_alone, "_alone_changes", "_alone_token", "_alone"))  # as Dynamo sees it
+    _prepared_run = property(_C.native_getter(_run_alone, "_alone_changes", "_alone_token", "_alone"))  # for Dynamo
 
     def _run_as_fx_root(self, input: Any, extra_inputs: Any, *unused: Any) -> Outputs:
         run = self._run_alone()

@@ -165,7 +165,7 @@ class Modulate(BasicOperation):
     """y = x * (1 + scale) + shift, rounded once, as in adaptive norms, gates and scales of layers.
 
     The extra inputs scale and shift broadcast to x: [batch, 1, hidden] has one row for each sequence, [hidden] one row for all. Their gradients are
-    sums over the broadcast dimensions.
+    sums over the broadcast dimensions. y has the shape of x, and the dtype to which x, scale and shift promote.
 
     >>> import torch
     >>> from tandem import ops

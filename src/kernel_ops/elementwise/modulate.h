@@ -28,8 +28,8 @@ struct Modulate {
   static Results<1> reference(const Args& args);
 };
 
-/// grad_scale = sum of grad_y * x over the dimensions along which scale was broadcast, in float32 or
-/// wider, rounded once. Of scale only the sizes and the dtype count.
+/// grad_scale = sum of grad_y * x over the dimensions along which scale was broadcast, in float32
+/// or wider, rounded once. Of scale only the sizes and the dtype count.
 ///
 /// Shapes: grad_y like x; scale such that it broadcasts to x -> grad_scale like scale.
 struct ModulateScaleBackward {
