@@ -239,7 +239,7 @@ def test_an_activation_has_numbers() -> None:
     h = F.layer_norm(x, (8,)) @ module.fc1_weight.t()
     assert_close(module(x), of_halves(lambda a, b: clamped_swiglu(a, b, 0.01, 1.0))(h) @ module.fc2_weight.t())
     assert not torch.equal(module(x), plain(x))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bound'"):
+    with pytest.raises(ValueError, match="expected names in activation_params among the options of clamped_swiglu .*, got 'bound'. Leave it out."):
         tandem.LayerNormMLP(8, 4, activation="clamped_swiglu", activation_params={"bound": 1.0})
 
 
