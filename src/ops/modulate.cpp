@@ -12,8 +12,8 @@ namespace {
 
 double offset_of(const ModulateOptions& options) { return options.zero_centered ? 1 : 0; }
 
-void modulate_forward(Call& call) {
-  enum Read { x, scale, shift };
+/// Writes y, in forward and where backward re-emits it.
+void write_modulated(Call& call, size_t x, size_t scale, size_t shift, size_t y) {
   const auto& options = call.options<ModulateOptions>();
   const auto added = options.shift ? call.maybe(shift) : std::nullopt;
   TORCH_CHECK_VALUE(
@@ -21,8 +21,14 @@ void modulate_forward(Call& call) {
       "modulate: expected shift of the shape of x, ", call.in(x).sym_sizes(),
       ", where a channel brings it, got ", added->sym_sizes(),
       ". Pass it to the call: autograd sums the gradient of an argument.");
-  call.write<kernel_ops::Modulate>(
+  auto results = call.run<kernel_ops::Modulate>(
       {.x = call.in(x), .scale = call.in(scale), .shift = added, .offset = offset_of(options)});
+  call.out(y, std::move(results[0]));
+}
+
+void modulate_forward(Call& call) {
+  enum Read { x, scale, shift };
+  write_modulated(call, x, scale, shift, /*y=*/0);
 }
 
 void modulate_grad_x(Call& call) {
@@ -35,9 +41,13 @@ void modulate_grad_x(Call& call) {
 }
 
 void modulate_grad_scale(Call& call) {
-  enum Read { grad_y, x, scale };
-  call.write<kernel_ops::ModulateScaleBackward>(
+  enum Read { grad_y, x, scale, shift };
+  enum Write { grad_scale, y };
+  if (call.wants(y)) write_modulated(call, x, scale, shift, y);
+  if (!call.wants(grad_scale)) return;
+  auto results = call.run<kernel_ops::ModulateScaleBackward>(
       {.grad_y = call.in(grad_y), .x = call.in(x), .scale = call.in(scale)});
+  call.out(grad_scale, std::move(results[0]));
 }
 
 size_t absent_shifts(const void* options) {
@@ -60,21 +70,17 @@ const OpDef kModulate{
                  .reads = {"x", "scale", "shift"},
                  .writes = {"y"},
                  .run = modulate_forward}},
-    // Apart, so that each step keeps only what it needs: the gradient of x does not need x.
-    .backward = {{.name = "again",
-                  .reads = {"x", "scale", "shift"},
-                  .writes = {"y"},
-                  .writes_again = true,
-                  .run = modulate_forward},
-                 {.name = "grad_x",
+    // Two steps, because the gradient of x does not need x.
+    .backward = {{.name = "grad_x",
                   .reads = {"grad_y", "scale"},
                   .writes = {"grad_x"},
                   .run = modulate_grad_x},
                  {.name = "grad_scale",
-                  .reads = {"grad_y", "x", "scale"},
-                  .writes = {"grad_scale"},
+                  .reads = {"grad_y", "x", "scale", "shift"},
+                  .writes = {"grad_scale", "y"},
                   .run = modulate_grad_scale}},
     .reemits = {"y"},
+    .reemit_reads = {"shift"},
     .context = {"x", "scale", "shift"},
 };
 TANDEM_REGISTER_OP(kModulate);

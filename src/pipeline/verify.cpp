@@ -335,9 +335,9 @@ class Verification {
     return {"", found};
   }
 
-  /// Returns a bound of the terms that a gradient is a sum of, such as grad_y x of a weight's: where
-  /// they cancel, roundings exceed the sum. 0 where the unfused step that writes it reads more than
-  /// two tensors.
+  /// Returns a bound of the terms that a gradient is a sum of, such as grad_y x of a weight's:
+  /// where they cancel, roundings exceed the sum. 0 where the unfused step that writes it reads
+  /// more than two tensors.
   double largest_term(Value gradient, Replay& reference) {
     const auto backward = backward_plan(*unfused_.plan, mask_);
     for (const Step& step : backward->steps) {
