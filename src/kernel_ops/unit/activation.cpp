@@ -39,10 +39,6 @@ Specs<2> ActivationForward::shapes(const Args& args) {
   const ActivationFunction function(args.activation, args.is_gated);
   const char* const op = args.is_gated ? "glu" : "activation";
   function.check(op, args.x);
-  const bool is_whole = at::isIntegralType(args.x.scalar_type(), /*includeBool=*/true);
-  TORCH_CHECK_TYPE(!is_whole || args.activation == "relu" || args.activation == "srelu", op,
-                   ": expected x in a floating dtype for ", args.activation, ", got ",
-                   dtype_name(args.x.scalar_type()), ". Convert it, as in x.float().");
   if (args.bias) check_last_dim(op, args.x, *args.bias, "bias");
   const auto dtype = sum_dtype(args.x, args.bias);
   return {like(args.x, dtype, args.output_mask[z]),
