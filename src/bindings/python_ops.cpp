@@ -24,8 +24,7 @@ namespace py = pybind11;
 
 namespace {
 
-/// `tandem._runtime`, which calls user code in the style in which it is written. Set once, when the
-/// package is imported.
+/// `tandem.ops.runtime`, which calls user code. Set once, when the package is imported.
 py::object& runtime() {
   static auto& runtime = *new py::object();
   return runtime;
@@ -49,16 +48,14 @@ struct PythonOptions {
     size_t shapes = 0;
     /// Whether the op is written in Python: its context is one value that only the op understands.
     bool is_opaque = false;
-    /// For an op that is written in Python: the declared dtypes of y and the extra outputs, or
-    /// Undefined.
+    /// Of an op in Python: the declared dtypes of y and the extra outputs, or Undefined.
     std::vector<at::ScalarType> declared = {};
   };
   std::string key;
   std::vector<Counts> ops;
   /// Whether each covered op has a context of its own: true for a fusion of one direction.
   bool has_contexts = false;
-  /// For a fusion: the object by which the runtime finds it. Null for an op, which it finds by its
-  /// key.
+  /// The object by which the runtime finds a fusion. Null for an op, which has a key.
   std::shared_ptr<void> fused;
   /// For a fusion: the owner of the texts that steps refer to.
   std::shared_ptr<const void> fusion;
@@ -80,9 +77,8 @@ at::Tensor to_tensor(const py::handle& object, const std::string& label, const c
   return THPVariable_Unpack(object.ptr());
 }
 
-/// A result without the history that user code has recorded, or that comes from an undeclared
-/// parameter: the pipeline gives results their history. In composite form, which is differentiated
-/// itself, the history stays. An argument is returned unchanged.
+/// A result without the history of user code or of an undeclared parameter. In composite form,
+/// which is differentiated itself, the history stays. An argument is returned unchanged.
 at::Tensor without_history(const Call& call, at::Tensor tensor) {
   if (!tensor.defined() || !tensor.requires_grad() || call.path() == Path::composite) return tensor;
   const size_t reads = call.step().reads.size();
@@ -138,8 +134,8 @@ py::tuple checked(const py::handle& object, size_t count, const std::string& lab
   return items;
 }
 
-/// Stores results in the writes [next, next + n). Values that a Python op returns are new unless
-/// they are its arguments. `declared`: the dtype that the op declares for each.
+/// Stores results in the writes [next, next + n), new tensors unless they are arguments.
+/// `declared`: the dtype that the op declares for each.
 void write_all(Call& call, size_t& next, const py::tuple& results, const std::string& label,
                const char* what, std::span<const at::ScalarType> declared = {}) {
   const size_t first = next;
@@ -168,8 +164,7 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
   }
 }
 
-/// The caller's arguments for each op that a step covers, None if there are none: the front's dict
-/// by op of the pipeline.
+/// The caller's arguments for each op that a step covers, None if there are none.
 py::list given_to(const Call& call, const Frame& frame, size_t count) {
   uint32_t first = call.step().covers.empty() ? 0 : call.step().covers.front().op;
   for (const Part& part : call.step().covers) first = std::min(first, part.op);
@@ -243,8 +238,7 @@ void python_forward(Call& call) {
   }
 }
 
-/// Which gradients a backward must return: of x, of the parameters of each op, and of its extra
-/// inputs.
+/// The gradients that a backward must return: of x, of parameters and of extra inputs, by op.
 py::tuple asked_of(const Call& call, const PythonOptions& options) {
   size_t write = 0;
   const auto list = [&](size_t count) {
@@ -307,7 +301,6 @@ void python_backward(Call& call) {
   const py::object results =
       runtime().attr("backward")(options.target(), saved, fields, grad_y, grad_extras, params,
                                  asked_of(call, options), shapes);
-  // None means zero, if the sizes are known.
   const auto put = [&](size_t write, const py::handle& result, auto&& like) {
     if (!call.wants(write)) return;
     at::Tensor gradient = to_tensor(result, label, "a gradient");
@@ -382,8 +375,7 @@ struct WithTexts {
   std::string_view text(std::string text) { return texts.emplace_back(std::move(text)); }
 };
 
-/// The dtypes that an op declares for y and its extra outputs, after the numbers of operands, as
-/// ">int64,-,float32". Undefined for '-' and for missing ones.
+/// The dtypes behind '>' in a name, as ">int64,-,float32"; Undefined for '-' and missing ones.
 std::vector<at::ScalarType> dtypes_in(std::string_view text) {
   std::vector<at::ScalarType> dtypes;
   while (!text.empty()) {
@@ -403,9 +395,8 @@ std::vector<at::ScalarType> dtypes_in(std::string_view text) {
   return dtypes;
 }
 
-/// The part of a Python op's name after the last ':': its numbers of extra inputs, parameters,
-/// extra outputs and buffers, as "0x1x0x0", and dtypes after a '>'. nullopt if a name does not end
-/// like that.
+/// The numbers of extra inputs, parameters, extra outputs and buffers at the end of a Python op's
+/// name, as "0x1x0x0", before a '>' if there is one; nullopt if the name ends otherwise.
 std::optional<std::array<size_t, 4>> counts_in(std::string_view name) {
   std::array<size_t, 4> counts{};
   std::string_view rest = name.substr(name.rfind(':') + 1);
@@ -421,8 +412,7 @@ std::optional<std::array<size_t, 4>> counts_in(std::string_view name) {
   return counts;
 }
 
-/// The definition of a class of Python ops with so many operands. The name
-/// "python:module:class:0x1x0x0" determines all of it.
+/// The definition of a class of Python ops, from a name as "python:module:class:0x1x0x0".
 std::shared_ptr<const OpKind> python_kind(std::string_view name) {
   if (!name.starts_with("python:")) return nullptr;
   const auto counts = counts_in(name);
@@ -483,8 +473,7 @@ std::shared_ptr<const OpKind> python_kind(std::string_view name) {
   return {owner, &*owner->kind};
 }
 
-/// The fusion of a group of ops [first, last] that a Python function returned. Its operands are
-/// named by op.
+/// The fusion of ops [first, last] that a Python function returned; operands are named by op.
 std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
                                            const Description& description, size_t first,
                                            size_t last,
@@ -551,8 +540,7 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
   return {owner, &fusion};
 }
 
-/// Refuses if a parameter of an op is several tensors: Python sees these, but the plan has one
-/// value.
+/// Refuses a parameter that is several tensors, as the plan has one value for it.
 Refusal refuse_parts(const Description& description, size_t first, size_t last) {
   for (size_t op = first; op <= last && op < description.ops.size(); ++op)
     for (const uint32_t parts : description.ops[op].joins)
@@ -562,8 +550,7 @@ Refusal refuse_parts(const Description& description, size_t first, size_t last) 
   return std::nullopt;
 }
 
-/// Calls Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON, joint
-/// groups) -> the results of the users' functions, each `Fused`.
+/// Calls runtime.groups(pass, instances, recipe as JSON, joint groups) -> a `Fused` for each group.
 std::vector<OpGroup> groups_from_python(Pass pass, const Description& description,
                                         const std::vector<OpGroup>& joint) {
   const py::gil_scoped_acquire gil;

@@ -28,8 +28,7 @@ constexpr bool is_gated(Unit unit) { return unit == Unit::glu || unit == Unit::s
 /// first product, then of the second.
 enum ForwardRead { input, splits, factors, next_splits, next_factors, unit_scales };
 
-/// Operands that the products of one direction quantize under a recipe, as indices into the
-/// quantizers of one product's steps.
+/// Operands that one direction quantizes, as indices into the quantizers of a product's steps.
 enum Quantized { rows_in, weight_in, gradient_of_weight, input_of_weight };
 constexpr size_t kQuantizedInForward = 2, kQuantizedInBackward = 4;
 
