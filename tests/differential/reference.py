@@ -138,7 +138,10 @@ class _QuantizedPoint(torch.autograd.Function):
 
 
 def _with_columns(x: torch.Tensor, recipe: Case, role: str) -> torch.Tensor:
-    result, columns = in_directions(x, recipe, role)
+    """x quantized; a tensor that has codes already keeps them."""
+    result, columns = as_multiplied(x, recipe, role)
+    if result is x:
+        result = x.clone()
     result.columns = columns
     return result
 
