@@ -150,6 +150,25 @@ def mixtures(dtype: torch.dtype) -> str:
     )
 
 
+def joined(dtype: torch.dtype, widths: tuple[int, ...]) -> str:
+    """The forward of products of one x: a copy of all weights and one product, as the backend computes it, against one product per weight."""
+    x, weights = torch.randn(TOKENS, HIDDEN, dtype=dtype), [torch.randn(width, HIDDEN, dtype=dtype) for width in widths]
+    y, together = torch.empty(TOKENS, sum(widths), dtype=dtype), torch.empty(sum(widths), HIDDEN, dtype=dtype)
+
+    def one() -> None:
+        torch.mm(x, torch.cat(weights, out=together).T, out=y)
+
+    def each() -> None:
+        for weight, columns in zip(weights, y.split(widths, 1), strict=True):
+            torch.mm(x, weight.T, out=columns)
+
+    seconds = interleaved({"one": one, "each": each, "copy": lambda: torch.cat(weights, out=together)}, rounds=ROUNDS)
+    return (
+        f"products of one x, {TOKENS} x {HIDDEN} to {widths}, {str(dtype).removeprefix('torch.'):<8} joined {1e3 * seconds['one']:6.3f} ms, "
+        f"of which the copy of weights {seconds['copy'] / seconds['one']:.2f}; speed against one by one {seconds['each'] / seconds['one']:.2f}"
+    )
+
+
 def compared(name: str, model: nn.Module, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor], calls: int) -> str:
     torch._dynamo.reset()
     models = {name: copy.deepcopy(model) for name in ("eager", "tandem", "inductor", "nothing")}
@@ -217,6 +236,7 @@ def run() -> str:
     lines.append(compared(f"with its loss, {CLASSES} classes", WithLoss(), ids, lambda y: y, 1))
     lines.append(compared("policy network, 64 rows", policy(), torch.randn(64, 8), lambda y: y.square().mean(), 20))
     lines += [mixtures(dtype) for dtype in dtypes]
+    lines += [joined(dtype, widths) for dtype in dtypes for widths in ((HIDDEN, HIDDEN, HIDDEN), (INNER, INNER))]
     model = Decoder()
     first = {backend: min(first_call(model, ids, backend) for _ in range(3)) for backend in ("eager", "tandem")}
     lines.append(f"first call of the decoder      {first['tandem'] / first['eager']:.2f} of the backend that does nothing")
