@@ -12,7 +12,8 @@
 
 namespace tandem::testing {
 
-/// Those whose formulas are here. A new one is compared with its formula by tests of its own.
+/// The activations whose formulas are here. Another one is compared with its composite reference
+/// only (tests/kernel_ops/activation_test.cpp).
 inline constexpr kernels::Activation kKnownActivations[] = {
     kernels::Activation::gelu,       kernels::Activation::silu,      kernels::Activation::relu,
     kernels::Activation::sigmoid,    kernels::Activation::qgelu,     kernels::Activation::srelu,
