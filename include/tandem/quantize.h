@@ -58,8 +58,8 @@ TANDEM_API at::Tensor cast(const at::Tensor& x, at::ScalarType dtype,
 TANDEM_API at::Tensor cast_back(const at::Tensor& codes, at::ScalarType dtype,
                                 at::ScalarType to = at::kFloat);
 
-// Quantizers. `fp8_dtype` is at::kFloat8_e4m3fn or at::kFloat8_e5m2. `rowwise` asks for row codes
-// and `columnwise` for column codes; at least one must be true.
+// Quantizers. `fp8_dtype` is at::kFloat8_e4m3fn or at::kFloat8_e5m2. `rowwise` requests row codes
+// and `columnwise` column codes; at least one must be true.
 
 /// FP8 with one scale per tensor, from the tensor's own amax: scale = format max / amax.
 struct Float8CurrentScalingQuantizer {

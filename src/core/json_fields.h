@@ -12,7 +12,7 @@
 
 namespace tandem {
 
-/// Bounds of untrusted texts. No other place defines one.
+/// Bounds of untrusted texts. No other file defines one.
 namespace limits {
 /// Bytes of one JSON text.
 inline constexpr size_t kTextBytes = 64 << 20;

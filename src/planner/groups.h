@@ -16,7 +16,7 @@ Refusal refuse_group(const StepList& steps, const OpGroup& group);
 /// group's ops, and the planner's steps that only these read, or that sum or draw what the fused
 /// step writes.
 ///
-/// Channels between ops of the group are the fusion's own business: an extra input that an op of
+/// The fusion computes what channels between ops of the group carry: an extra input that an op of
 /// the group produces is absent, and so are the contributions of the group's ops to the gradient of
 /// an extra output. A write that no member performs, such as a rename of a value from outside, is
 /// absent too.

@@ -122,7 +122,7 @@ class Place(NamedTuple):
 
 
 class Made:
-    """A pipeline, the places of its parameters, and its products with their sites (see `Draft.sites`), as some recipes keep state for products."""
+    """A pipeline, the owners and names of its parameters, and its products with their sites (see `Draft.sites`), as some recipes keep state for products."""
 
     def __init__(self, pipeline: ops.Sequential, places: list[Place], products: list[tuple[Any, tuple[int, ...], int]]) -> None:
         self.pipeline, self.places, self.products = pipeline, places, products

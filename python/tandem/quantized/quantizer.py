@@ -127,7 +127,7 @@ class Quantizer:
         return self._but(rowwise=x.rowwise_data is not None, columnwise=x.columnwise_data is not None)
 
     def _codes(self, x: torch.Tensor) -> tuple[QuantizedTensor, torch.Tensor]:
-        """x as codes and scales, and the amax of x. Other processes are not asked for theirs."""
+        """x as codes and scales, and the amax of x in this process."""
         *parts, amax = torch.ops.tandem.quantize(x, self._given(x), self.text, [self.rowwise, self.columnwise, True])
         if parts[2].numel() == parts[5].numel() == 0:  # a format without second level of scale
             if parts[4].dim() == 1:  # absent: one value serves both directions

@@ -53,8 +53,8 @@ Group group_of(std::span<const Tensor> results, size_t index = 0) {
   return group;
 }
 
-/// One way to compute kernel op K. `accepts` is called only if all tensors among the arguments are
-/// dense memory and lie on a device of type `device`; if K has kOnManyDevices, only the first
+/// An implementation of kernel op K. `accepts` is called only if all tensors among the arguments
+/// are dense memory and lie on a device of type `device`; if K has kOnManyDevices, only the first
 /// tensor must lie on such a device.
 template <typename K>
 struct Implementation {

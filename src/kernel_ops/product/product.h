@@ -84,8 +84,8 @@ struct Product {
   ProductType type;
 };
 
-/// One way to multiply. `accepts` is called only if a and b are dense memory on one device of type
-/// `device`.
+/// An implementation of products. `accepts` is called only if a and b are dense memory on one
+/// device of type `device`.
 struct ProductImplementation {
   /// The name that `explain` prints; a string with static lifetime.
   std::string_view name;
