@@ -162,6 +162,7 @@ class WeightsOfEachCall {
         *description_.recipe, {.role = Role::weight, .kind = op.kind->def.name, .op = op.label});
     for (size_t read = 0; read < step.reads.size(); ++read)
       if (quantizer != nullptr && is_weight_(step.reads[read]) &&
+          plan_.types[index_of(step.reads[read])].format != Format::codes &&
           step.read_names[read].find("weight") != std::string_view::npos)
         tell(direction, step.reads[read], *quantizer, "in each call: where it is multiplied");
   }

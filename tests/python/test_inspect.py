@@ -150,6 +150,8 @@ def test_each_group_is_measured(recipe, packed):
 
     with tandem.inspect(torch.nn.ModuleDict({"experts": experts}), warn=False) as seen:
         actual = run(experts)
+        explained = tandem.explain(experts)
+    assert ("where it is multiplied" in explained) == packed, "explain: codes of single weights are made once, by the step ahead of the product"
     assert all(torch.equal(a, b) for a, b in zip(actual, run(plain), strict=True))
     rows = {(row.name, row.role): row for row in seen.rows}
     assert len(rows) == len(seen.rows) and {row.step for row in seen.rows} == {0}

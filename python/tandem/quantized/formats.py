@@ -212,7 +212,11 @@ class NVFP4Quantizer(Quantizer):
         if fp4_dtype != torch.float4_e2m1fn_x2:
             raise ValueError(f"NVFP4Quantizer: expected fp4_dtype to be torch.float4_e2m1fn_x2, got {fp4_dtype!r}. There is no other.")
         name = type(self).__name__
-        at_default(name, bool(with_rht), with_post_rht_amax=bool(with_post_rht_amax))
+        if bool(with_rht) != bool(with_post_rht_amax):
+            raise NotImplementedError(
+                f"NVFP4Quantizer: expected with_post_rht_amax={bool(with_rht)} with with_rht={bool(with_rht)}, got {bool(with_post_rht_amax)}. Rotated columns "
+                "are scaled by the largest rotated number, others by the largest number of x."
+            )
         at_default(name, False, row_scaled_nvfp4=row_scaled_nvfp4)
         at_default(name, True, with_random_sign_mask=with_random_sign_mask or not with_rht)
         if with_amax_reduction and with_rht:
