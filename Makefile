@@ -1,5 +1,5 @@
 # The three ways in. Each installs what is missing (scripts/setup.sh), builds what it needs and is not up to date, and runs.
-#   make run   ARGS="..."                  tandem train ARGS
+#   make run   ARGS="..."                  tandem-train ARGS
 #   make test  CTEST_ARGS= PYTEST_ARGS=    all tests
 #     as on other processors: TANDEM_MAX_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2 make test
 #   make bench ARGS="..."                  benchmarks/run.py ARGS
@@ -7,7 +7,7 @@
 #   make dev   TESTS=rms_norm              after an edit: compiles file by file, runs the tests of that name; all tests without TESTS
 #   make ecosystem ARGS="..."              models and trainers of other libraries, which it installs (ARGS: pytest's)
 #   make check-all ARGS="..."              what .ci/run leaves out, hours of it (ARGS: names of stages, see scripts/check_all.sh)
-# After any of them .venv holds the package and the program. JOBS=n sets the number of compilers that run at once.
+# After any of them .venv holds the package and the programs. JOBS=n sets the number of compilers that run at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
 .PHONY: run test dev bench ecosystem fuzz check-all setup build format clean
@@ -17,7 +17,7 @@ run: export TANDEM_STARTED := $(shell date +%s.%N)
 run:
 	@scripts/setup.sh --run
 	@scripts/build.sh
-	@.venv/bin/tandem train $(ARGS)
+	@.venv/bin/tandem-train $(ARGS)
 
 test: setup
 	@scripts/build.sh

@@ -6,15 +6,15 @@
 
 #include "bench_quantizers.h"
 #include "commands.h"
-#include "errors.h"
-#include "memory.h"
-#include "output.h"
 #include "pipeline_syntax.h"
 #include "plain_pipeline.h"
-#include "progress.h"
-#include "strings.h"
+#include "program/errors.h"
+#include "program/memory.h"
+#include "program/output.h"
+#include "program/progress.h"
+#include "program/strings.h"
 
-namespace tandem::cli {
+namespace tandem::apps {
 
 namespace {
 
@@ -179,8 +179,7 @@ void add_bench(CLI::App& tandem, Action& action) {
   add_pipeline_options(app, arguments->pipeline);
   add_option(app, "--rounds", arguments->rounds, Whole{1, 1'000'000},
              "rounds to take the median of");
-  add_flag(
-      app, "--json", [arguments] { arguments->json = true; }, "print one JSON document");
+  add_flag(app, "--json", arguments->json, "print one JSON document");
 }
 
-}  // namespace tandem::cli
+}  // namespace tandem::apps

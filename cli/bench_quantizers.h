@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace tandem::cli {
+namespace tandem::apps {
 
 /// Returns the median seconds of each call.
 using Measure = std::function<std::vector<double>(const std::vector<std::function<void()>>&)>;
@@ -18,4 +18,4 @@ using Measure = std::function<std::vector<double>(const std::vector<std::functio
 std::string bench_quantizers(int64_t rows, int64_t width, at::ScalarType dtype, bool json,
                              const Measure& measure);
 
-}  // namespace tandem::cli
+}  // namespace tandem::apps

@@ -12,12 +12,12 @@
 #include <thread>
 
 #include "commands.h"
-#include "errors.h"
-#include "output.h"
-#include "strings.h"
-#include "text_data.h"
+#include "program/errors.h"
+#include "program/files.h"
+#include "program/output.h"
+#include "program/strings.h"
 
-namespace tandem::cli {
+namespace tandem::apps {
 
 namespace {
 
@@ -136,8 +136,7 @@ void add_doctor(CLI::App& tandem, Action& action) {
       tandem, "doctor",
       "Say what Tandem finds on this machine, what is missing, and what to do about it.", "",
       action, [as_json] { return doctor(*as_json); });
-  add_flag(
-      app, "--json", [as_json] { *as_json = true; }, "print one JSON document");
+  add_flag(app, "--json", *as_json, "print one JSON document");
 }
 
-}  // namespace tandem::cli
+}  // namespace tandem::apps

@@ -2,13 +2,13 @@
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
-#include "errors.h"
-#include "files.h"
-#include "output.h"
 #include "pipeline_syntax.h"
-#include "strings.h"
+#include "program/errors.h"
+#include "program/files.h"
+#include "program/output.h"
+#include "program/strings.h"
 
-namespace tandem::cli {
+namespace tandem::apps {
 
 namespace {
 
@@ -23,6 +23,7 @@ struct ExplainArguments {
   PipelineArguments pipeline;
   std::string format = "text";
   std::string output;
+  bool json = false;
 };
 
 std::string explained(const Workload& workload, const ExplainArguments& arguments) {
@@ -73,14 +74,15 @@ void add_explain(CLI::App& tandem, Action& action) {
   CLI::App& app = add_command(tandem, "explain",
                               "Run a pipeline once and print its plan: steps of forward "
                               "and backward, what is kept, and why what fused or not.",
-                              op_list_help() + kExplainExamples, action,
-                              [arguments] { return explain(*arguments); });
+                              op_list_help() + kExplainExamples, action, [arguments] {
+                                if (arguments->json) arguments->format = "json";
+                                return explain(*arguments);
+                              });
   add_pipeline_options(app, arguments->pipeline);
   add_option(app, "--format", arguments->format, Choice{{"text", "svg", "html", "dot", "json"}},
              "of the plan");
   add_option(app, "--output", arguments->output, Text{"FILE"}, "file to write instead of printing");
-  add_flag(
-      app, "--json", [arguments] { arguments->format = "json"; }, "the same as --format json");
+  add_flag(app, "--json", arguments->json, "the same as --format json");
 }
 
-}  // namespace tandem::cli
+}  // namespace tandem::apps

@@ -17,12 +17,12 @@
 #include <string_view>
 
 #include "core/op_def.h"
-#include "errors.h"
-#include "options.h"
-#include "recipes.h"
-#include "strings.h"
+#include "program/errors.h"
+#include "program/options.h"
+#include "program/recipes.h"
+#include "program/strings.h"
 
-namespace tandem::cli {
+namespace tandem::apps {
 
 namespace {
 
@@ -415,4 +415,4 @@ void backward(const std::vector<at::Tensor>& outputs) {
   torch::autograd::backward(outputs, gradients);
 }
 
-}  // namespace tandem::cli
+}  // namespace tandem::apps

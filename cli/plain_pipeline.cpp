@@ -14,7 +14,7 @@
 #include "kernel_ops/unit/activation.h"
 #include "ops/activation.h"
 
-namespace tandem::cli {
+namespace tandem::apps {
 
 namespace {
 
@@ -97,4 +97,4 @@ std::vector<at::Tensor> PlainPipeline::forward(const at::Tensor& x,
   return outputs;
 }
 
-}  // namespace tandem::cli
+}  // namespace tandem::apps

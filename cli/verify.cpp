@@ -3,11 +3,11 @@
 #include <optional>
 
 #include "commands.h"
-#include "errors.h"
-#include "output.h"
 #include "pipeline_syntax.h"
+#include "program/errors.h"
+#include "program/output.h"
 
-namespace tandem::cli {
+namespace tandem::apps {
 
 namespace {
 
@@ -52,8 +52,7 @@ void add_verify(CLI::App& tandem, Action& action) {
                               op_list_help() + kVerifyExamples, action,
                               [arguments] { return verify_pipeline(*arguments); });
   add_pipeline_options(app, arguments->pipeline);
-  add_flag(
-      app, "--json", [arguments] { arguments->json = true; }, "print one JSON document");
+  add_flag(app, "--json", arguments->json, "print one JSON document");
 }
 
-}  // namespace tandem::cli
+}  // namespace tandem::apps

@@ -1,6 +1,6 @@
-# Install layout, relative to the prefix. In a wheel the prefix is site-packages/tandem and the program goes beside python.
+# Install layout, relative to the prefix. In a wheel the prefix is site-packages/tandem and the programs go beside python.
 #
-#   lib/libtandem.so   include/tandem/**.h   lib/cmake/tandem/*.cmake   bin/tandem
+#   lib/libtandem.so   include/tandem/**.h   lib/cmake/tandem/*.cmake   bin/tandem   bin/tandem-train
 #   share/tandem/*, the data of `tandem train`   (wheel only: _C.<abi>.so)
 #
 # Nothing installed names a folder of the build machine where torch lies beside tandem; elsewhere torch's folder is written down.
@@ -35,9 +35,9 @@ endforeach()
 list(JOIN extension_folders "|" any_extension_folder)
 install(CODE "set(any_folder \"${any_extension_folder}\")")
 install(SCRIPT cmake/InstalledIncludes.cmake)
-if(TARGET tandem_cli)
-  set_target_properties(tandem_cli PROPERTIES INSTALL_RPATH "${program_rpath}")
-  install(TARGETS tandem_cli RUNTIME DESTINATION ${program_dir})
+if(TARGET programs)
+  set_target_properties(tandem_cli tandem_train PROPERTIES INSTALL_RPATH "${program_rpath}")
+  install(TARGETS tandem_cli tandem_train RUNTIME DESTINATION ${program_dir})
   install(DIRECTORY data/ DESTINATION ${data_dir})
 endif()
 if(TARGET _C AND SKBUILD)

@@ -44,7 +44,9 @@ LAYERS = [
     ["executor"],
     ["autograd"],
     ["pipeline"],
-    ["front", "tandem", "bindings", "cli"],  # `tandem` is include/tandem
+    ["front", "tandem", "bindings"],  # `tandem` is include/tandem
+    ["program"],  # apps/program
+    ["cli", "train"],  # apps/train
 ]
 RANK = {folder: rank for rank, row in enumerate(LAYERS) for folder in row}
 SEEN_BY_ALL = {"tandem/export.h", "tandem/memory.h", "tandem/version.h", "tandem/recipe.h", "tandem/report.h", "tandem/activations.h", "tandem/options.h", "tandem/op_options.h"}  # values and build settings only
@@ -96,7 +98,7 @@ def check_sizes(root: Path, files: list[Path]) -> list[str]:
 def layer_of(path: Path) -> str | None:
     """The key in RANK of the layer to which a path, relative to the root, belongs."""
     parts = path.parts
-    if parts[0] in ("src", "include") and len(parts) > 2:
+    if parts[0] in ("src", "include", "apps") and len(parts) > 2:
         return folder_of("/".join(parts[1:]))
     return "cli" if parts[0] == "cli" else None
 
@@ -252,7 +254,7 @@ def listed_sources(cmake_file: Path) -> list[Path]:
 
 
 def check_lists(root: Path, files: list[Path]) -> list[str]:
-    folders = [root / name for name in ("src", "cli", "tests", "benchmarks") if (root / name).is_dir()]
+    folders = [root / name for name in ("src", "apps", "cli", "tests", "benchmarks") if (root / name).is_dir()]
     lists = [found for folder in folders for name in ("CMakeLists.txt", "sources.cmake") for found in folder.rglob(name)]
     times_listed = Counter(source for cmake_file in lists for source in listed_sources(cmake_file))
     problems = []

@@ -1,6 +1,6 @@
 """Fails if an error message does not say both what was expected and what was got, or if no test mentions it.
 
-Reads each TORCH_CHECK_VALUE, TORCH_CHECK_TYPE and TORCH_CHECK_NOT_IMPLEMENTED below src/, include/ and cli/, and each exception that is raised
+Reads each TORCH_CHECK_VALUE, TORCH_CHECK_TYPE and TORCH_CHECK_NOT_IMPLEMENTED below src/, include/, apps/ and cli/, and each exception that is raised
 with a text below python/. A test mentions a message if a string of the test and a string of the message share SHARED characters in a row, or if
 one of these strings, of at least MIN_PIECE characters, contains the other.
 
@@ -145,7 +145,7 @@ def is_mentioned(message: Message, strings: list[str], runs: set[str]) -> bool:
 def main(root: Path) -> int:
     messages = [
         message
-        for path in files_below(root, ["src", "include", "cli"], SOURCES)
+        for path in files_below(root, ["src", "include", "apps", "cli"], SOURCES)
         for message in messages_of(path, str(path.relative_to(root)))
     ]
     for path in files_below(root, ["python"], {".py"}):

@@ -17,7 +17,7 @@ if [ ! -e "$folder/venv.made" ]; then
   touch "$folder/venv.made"
 fi
 cmake --preset release -B "$folder" -DPython_EXECUTABLE="$python" -DTANDEM_TESTS=OFF -DTANDEM_BENCHMARKS=OFF
-cmake --build "$folder" -j "$(jobs_count)" --target tandem _C tandem_cli
+cmake --build "$folder" -j "$(jobs_count)" --target tandem _C programs
 "$python" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
   --config-settings=build-dir="$folder" . </dev/null
 "$folder/venv/bin/tandem" doctor

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # test.sh: builds and runs all tests; scripts/build.sh must have run before. The tests of the package need only the package, so they run while
-# the C++ programs are compiled and run; the tests of the command line follow. With TESTS=word, such as TESTS=rms_norm, only tests run whose
+# the C++ programs are compiled and run; the tests of the programs follow. With TESTS=word, such as TESTS=rms_norm, only tests run whose
 # names contain the word. CTEST_ARGS and PYTEST_ARGS are passed on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,7 +25,7 @@ cpp_tests() {
   start=$(now)
   run_ctest "$preset"
   echo "tests: C++ run in $(seconds_since "$start") s"
-  [ -n "${PYTEST_ARGS:-}" ] || python_tests tests/cli
+  [ -n "${PYTEST_ARGS:-}" ] || python_tests tests/cli tests/apps
 }
 
 if [ -z "${TESTS:-}" ]; then
@@ -35,5 +35,5 @@ fi
 camel=$(sed -E 's/(^|_)([a-z])/\U\2/g' <<<"$TESTS")
 compile "$preset" tandem_tests
 "build/$preset/tests/tandem_tests" --gtest_brief=1 --gtest_filter="*$TESTS*:*$camel*"
-mapfile -t files < <(grep -liE "$TESTS|$camel" tests/python/test_*.py tests/cli/test_*.py)
+mapfile -t files < <(grep -liE "$TESTS|$camel" tests/python/test_*.py tests/cli/test_*.py tests/apps/*/test_*.py)
 python_tests -q -k "$TESTS or $camel" "${files[@]}"

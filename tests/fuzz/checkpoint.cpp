@@ -2,7 +2,7 @@
 //
 // An input is the JSON document, a zero byte, a byte of choices and the tensors' file. Checksums
 // are made right where the choices say so: damage that they find is found at once.
-#include "cli/checkpoint.h"
+#include "train/checkpoint.h"
 
 #include <unistd.h>
 
@@ -13,16 +13,16 @@
 #include <string>
 #include <string_view>
 
-#include "cli/errors.h"
-#include "cli/files.h"
-#include "cli/safetensors.h"
-#include "cli/train_options.h"
+#include "program/errors.h"
+#include "program/files.h"
+#include "train/safetensors.h"
+#include "train/train_options.h"
 
 namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-using namespace tandem::cli;
+using namespace tandem::apps;
 
 constexpr const char* kTensorsName = "checkpoint-fuzz.safetensors";
 constexpr std::string_view kChecksumKey = "\n \"fnv1a64\": \"";

@@ -230,14 +230,14 @@ def recipe(target: str) -> str:
 
 
 def test_make_run_builds_what_it_runs_and_no_tests():
-    assert recipe("run").split() == ["scripts/setup.sh", "--run", "scripts/build.sh", ".venv/bin/tandem", "train"]
+    assert recipe("run").split() == ["scripts/setup.sh", "--run", "scripts/build.sh", ".venv/bin/tandem-train"]
     assert recipe("test").split() == ["scripts/setup.sh", "scripts/build.sh", "scripts/test.sh"]
     assert "scripts/build.sh benchmarks\n" in recipe("bench")
 
 
 def test_training_prints_the_time_since_make_began(tmp_path):
     tiny = ["--layers", "1", "--hidden", "32", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "2", "--runs", "tandem"]
-    command = [Path(sys.executable).parent / "tandem", "train", *tiny, "--out", tmp_path]
+    command = [Path(sys.executable).parent / "tandem-train", *tiny, "--out", tmp_path]
     environment = {**os.environ, "TANDEM_STARTED": str(time.time() - 1000)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <stdexcept>
+
+namespace tandem::apps {
+
+inline constexpr int kExitOk = 0;
+/// `tandem verify` found a difference, or an internal error occurred.
+inline constexpr int kExitFailure = 1;
+/// A UserError was printed.
+inline constexpr int kExitUserError = 2;
+/// Ctrl-C, SIGTERM or SIGHUP ended the program after it saved.
+inline constexpr int kExitInterrupted = 130;
+
+/// A mistake of the user, as one line: "expected <what>, got <value>. <what to do>."
+struct UserError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace tandem::apps

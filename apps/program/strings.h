@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tandem::apps {
+
+/// printf into a string.
+[[gnu::format(printf, 1, 2)]] std::string format(const char* pattern, ...);
+
+/// "a, b, c"
+std::string join(const std::vector<std::string>& parts, std::string_view separator = ", ");
+
+/// Parts between separators; empty parts are kept.
+std::vector<std::string> split(std::string_view text, char separator);
+
+/// "1.94 M", "12 k": three digits and a decimal prefix.
+std::string with_prefix(double value);
+
+/// "512 B", "1.2 MB": decimal bytes.
+std::string bytes_text(double bytes);
+
+/// "0:07", "12:40", "1:02:03".
+std::string duration_text(double seconds);
+
+/// Text between tags: & < > " are escaped.
+std::string html_escape(std::string_view text);
+
+/// A whole HTML document around `body`; `style` is CSS, which may be empty.
+std::string html_page(std::string_view title, std::string_view style, std::string_view body);
+
+/// The name in `names` with the fewest edits from `word`, or "" if none is close.
+std::string closest(std::string_view word, const std::vector<std::string>& names);
+
+/// `text` with unprintable bytes replaced by '.'.
+std::string printable(std::string_view text);
+
+}  // namespace tandem::apps
