@@ -69,12 +69,6 @@ std::vector<double> measure(const std::vector<Call>& calls, int64_t rounds, Prog
   return medians;
 }
 
-double total_bytes(const std::vector<at::Tensor>& tensors) {
-  double bytes = 0;
-  for (const at::Tensor& tensor : tensors) bytes += static_cast<double>(tensor.nbytes());
-  return bytes;
-}
-
 /// One row of the result: what was timed, both times, and how much work that is.
 struct Timing {
   std::string name;

@@ -8,7 +8,6 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
-#include <span>
 
 #include "kernel_ops/quantize/quantize.h"
 #include "pipeline/op_call.h"
@@ -26,14 +25,14 @@ struct Row {
   double seconds, bytes;
 };
 
+}  // namespace
+
 double total_bytes(std::span<const at::Tensor> group) {
   double bytes = 0;
   for (const at::Tensor& part : group)
     if (part.defined()) bytes += static_cast<double>(part.nbytes());
   return bytes;
 }
-
-}  // namespace
 
 std::string bench_quantizers(int64_t rows, int64_t width, at::ScalarType dtype, bool json,
                              const Measure& measure) {

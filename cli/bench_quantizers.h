@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,9 @@ namespace tandem::apps {
 
 /// Returns the median seconds of each call.
 using Measure = std::function<std::vector<double>(const std::vector<std::function<void()>>&)>;
+
+/// The bytes of all tensors that are defined.
+double total_bytes(std::span<const at::Tensor> tensors);
 
 /// Times each quantizer that a recipe uses for inputs, weights or gradients, on random numbers
 /// [rows, width], with codes of both directions in one call. Returns a table, or JSON. Bytes are

@@ -110,9 +110,7 @@ Kind kind_of(const OpDef& def) {
     kind.required = {size};
     kind.optional.assign(kMostSizes - 1, size);
     kind.make = [options](const OpText& text) {
-      std::vector<int64_t> sizes;
-      for (size_t i = 0; i < text.arguments.size(); ++i) sizes.push_back(text.whole(i));
-      return ops::op(text.kind, {}, {{std::string(options[0].name), std::move(sizes)}});
+      return ops::op(text.kind, {}, {{std::string(options[0].name), text.wholes()}});
     };
     return kind;
   }
@@ -299,8 +297,7 @@ std::vector<int64_t> shape_after(const OpText& op, std::vector<int64_t> shape) {
   } else if (op.kind == "reshape") {
     int64_t elements = 1, known = 1;
     for (const int64_t size : shape) elements *= size;
-    shape.clear();
-    for (size_t i = 0; i < op.arguments.size(); ++i) shape.push_back(op.whole(i));
+    shape = op.wholes();
     for (const int64_t size : shape) known *= size == -1 ? 1 : size;
     for (int64_t& size : shape) size = size == -1 ? elements / known : size;
   }
@@ -310,6 +307,12 @@ std::vector<int64_t> shape_after(const OpText& op, std::vector<int64_t> shape) {
 }  // namespace
 
 int64_t OpText::whole(size_t index) const { return number<int64_t>(arguments.at(index)).value(); }
+
+std::vector<int64_t> OpText::wholes() const {
+  std::vector<int64_t> all;
+  for (size_t i = 0; i < arguments.size(); ++i) all.push_back(whole(i));
+  return all;
+}
 
 double OpText::real(size_t index, double otherwise) const {
   return index < arguments.size() ? number<double>(arguments[index]).value() : otherwise;
@@ -365,20 +368,14 @@ ParsedPipeline parse_pipeline(const PipelineArguments& arguments) {
     if (op.kind == "linear") {
       const std::vector<int64_t> weight{op.whole(0), op.whole(1)};
       check_fits("the weight of " + described(op), elements_of(weight), dtype);
+      double rows = 1;
+      for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= static_cast<double>(shape[i]);
+      parsed.product_flops += 2 * rows * elements_of(weight);
     }
     if (op.kind == "add_extra_input" && op.channel().empty())
       parsed.extra_input_sizes.push_back(shape);
-    if (op.kind == "linear") {
-      double rows = 1;
-      for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= static_cast<double>(shape[i]);
-      parsed.product_flops +=
-          2 * rows * static_cast<double>(op.whole(0)) * static_cast<double>(op.whole(1));
-    }
-    if (op.kind == "reshape") {
-      std::vector<int64_t> sizes;
-      for (size_t i = 0; i < op.arguments.size(); ++i) sizes.push_back(op.whole(i));
-      check_fits("the result of " + described(op), elements_of(sizes), dtype);
-    }
+    if (op.kind == "reshape")
+      check_fits("the result of " + described(op), elements_of(op.wholes()), dtype);
     shape = shape_after(op, std::move(shape));
     check_fits("the result of " + described(op), elements_of(shape), dtype);
   }

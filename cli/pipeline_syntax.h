@@ -19,6 +19,8 @@ struct OpText {
 
   /// The argument at `index`, which was checked when the text was parsed.
   int64_t whole(size_t index) const;
+  /// All arguments.
+  std::vector<int64_t> wholes() const;
   double real(size_t index, double otherwise) const;
   bool has(const std::string& word) const;
   /// The channel of make_extra_output and add_extra_input; "": the caller.

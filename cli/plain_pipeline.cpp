@@ -63,11 +63,7 @@ at::Tensor PlainPipeline::apply(const BoundOp& op, const at::Tensor& x) const {
   }
   if (kind == "dropout") return at::dropout(x, op.text.real(0, 0.5), /*train=*/true);
   if (kind == "constant_scale") return x * op.text.real(0, 1);
-  if (kind == "reshape") {
-    std::vector<int64_t> sizes;
-    for (size_t i = 0; i < op.text.arguments.size(); ++i) sizes.push_back(op.text.whole(i));
-    return x.reshape(sizes);
-  }
+  if (kind == "reshape") return x.reshape(op.text.wholes());
   if (!op.activation.empty()) {
     if (op_def(kind).family == "activation") return kernel_ops::activation(op.activation, x);
     const std::vector<at::Tensor> halves = x.chunk(2, -1);

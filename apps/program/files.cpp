@@ -99,14 +99,11 @@ std::string Checksum::hex() const {
   return format("%016llx", static_cast<unsigned long long>(state_));
 }
 
-bool Checksum::is_hex(std::string_view text) {
-  return text.size() == kDigits &&
-         text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
-}
-
-Checksum Checksum::of_hex(const std::string& text) {
+std::optional<Checksum> Checksum::of_hex(std::string_view text) {
+  if (text.size() != kDigits || text.find_first_not_of("0123456789abcdef") != text.npos)
+    return std::nullopt;
   Checksum checksum;
-  checksum.state_ = std::stoull(text, nullptr, 16);
+  checksum.state_ = std::stoull(std::string(text), nullptr, 16);
   return checksum;
 }
 
@@ -121,12 +118,12 @@ void to_json(nlohmann::json& to, const FileDigest& from) {
 
 std::optional<FileDigest> digest_of_json(const nlohmann::json& from) {
   if (!from.is_object()) return std::nullopt;
-  const nlohmann::json none, bytes = from.value("bytes", none),
-                             checksum = from.value("fnv1a64", none);
-  if (!bytes.is_number_unsigned() || !checksum.is_string()) return std::nullopt;
-  const auto digits = checksum.get<std::string>();
-  if (!Checksum::is_hex(digits)) return std::nullopt;
-  return FileDigest{bytes.get<int64_t>(), Checksum::of_hex(digits)};
+  const nlohmann::json bytes = from.value("bytes", nlohmann::json());
+  const nlohmann::json digits = from.value("fnv1a64", nlohmann::json());
+  if (!bytes.is_number_unsigned() || !digits.is_string()) return std::nullopt;
+  const auto checksum = Checksum::of_hex(digits.get<std::string>());
+  if (!checksum) return std::nullopt;
+  return FileDigest{bytes.get<int64_t>(), *checksum};
 }
 
 std::optional<FileDigest> digest_of_file(const fs::path& path) {

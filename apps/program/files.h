@@ -10,7 +10,7 @@
 namespace tandem::apps {
 
 /// FNV-1a with 64 bits. It finds damage and is not cryptographic. One changed byte always changes
-/// it.
+/// it. It is by hand, because std::hash may differ from build to build.
 class Checksum {
  public:
   static constexpr size_t kDigits = 16;
@@ -19,9 +19,8 @@ class Checksum {
   std::string hex() const;
   bool operator==(const Checksum&) const = default;
 
-  /// Whether `text` is a result of `hex`, and the checksum with that result.
-  static bool is_hex(std::string_view text);
-  static Checksum of_hex(const std::string& text);
+  /// The checksum of which `text` is the `hex`; nullopt if it is that of none.
+  static std::optional<Checksum> of_hex(std::string_view text);
 
  private:
   uint64_t state_ = 0xcbf29ce484222325ULL;
@@ -50,7 +49,7 @@ bool write_all(int descriptor, std::string_view bytes);
 /// Writes `path` so that a crash leaves either the old or the new content: a temporary file beside
 /// it with a unique name, fsync, rename, fsync of the folder. Without `commit` nothing changes, and
 /// the temporary file is removed. The new file keeps the permissions of the replaced one; other
-/// hard links to that keep the old content.
+/// hard links to that keep the old content. It is by hand, because C++ streams know no fsync.
 ///
 /// Throws: UserError if the file cannot be written (test test_unwritable_out_folder).
 class AtomicFile {

@@ -10,8 +10,7 @@ namespace tandem::apps {
 
 namespace {
 
-constexpr auto kRedraw = std::chrono::milliseconds(100);  // on a terminal
-constexpr auto kRepeat = std::chrono::seconds(10);        // in a log
+constexpr std::chrono::milliseconds kRedraw(100), kRepeat(10'000);  // on a terminal, in a log
 constexpr int64_t kBarWidth = 20;
 
 size_t terminal_columns() {
@@ -30,9 +29,7 @@ Progress::~Progress() { finish(); }
 
 bool Progress::due(bool last) {
   const auto now = std::chrono::steady_clock::now();
-  if (!last && now - shown_ < (terminal_ ? std::chrono::milliseconds(kRedraw)
-                                         : std::chrono::milliseconds(kRepeat)))
-    return false;
+  if (!last && now - shown_ < (terminal_ ? kRedraw : kRepeat)) return false;
   shown_ = now;
   return true;
 }

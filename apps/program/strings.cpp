@@ -39,18 +39,13 @@ std::vector<std::string> split(std::string_view text, char separator) {
   }
 }
 
-std::string with_prefix(double value) {
-  constexpr std::array kPrefixes{"", " k", " M", " G", " T"};
-  size_t prefix = 0;
-  while (std::abs(value) >= 1000 && prefix + 1 < kPrefixes.size()) value /= 1000, ++prefix;
-  if (prefix == 0 && value == std::floor(value)) return format("%.0f", value);
-  const int decimals = std::abs(value) >= 100 ? 0 : std::abs(value) >= 10 ? 1 : 2;
-  return format("%.*f%s", decimals, value, kPrefixes[prefix]);
-}
-
 std::string bytes_text(double bytes) {
-  const std::string text = with_prefix(bytes);
-  return text.find(' ') == std::string::npos ? text + " B" : text + "B";
+  constexpr std::array kUnits{"B", "kB", "MB", "GB", "TB"};
+  size_t unit = 0;
+  while (std::abs(bytes) >= 1000 && unit + 1 < kUnits.size()) bytes /= 1000, ++unit;
+  const bool is_whole = unit == 0 && bytes == std::floor(bytes);
+  const int decimals = is_whole || std::abs(bytes) >= 100 ? 0 : std::abs(bytes) >= 10 ? 1 : 2;
+  return format("%.*f %s", decimals, bytes, kUnits[unit]);
 }
 
 std::string duration_text(double seconds) {

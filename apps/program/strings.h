@@ -16,10 +16,7 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
 /// Parts between separators; empty parts are kept.
 std::vector<std::string> split(std::string_view text, char separator);
 
-/// "1.94 M", "12 k": three digits and a decimal prefix.
-std::string with_prefix(double value);
-
-/// "512 B", "1.2 MB": decimal bytes.
+/// "512 B", "1.20 MB": decimal bytes, in three digits.
 std::string bytes_text(double bytes);
 
 /// "0:07", "12:40", "1:02:03".

@@ -14,7 +14,6 @@ using nlohmann::json;
 namespace {
 
 constexpr const char* kCheckpointFormat = "tandem train checkpoint 2";
-constexpr const char* kWithoutChecksum = "\"tandem train checkpoint 1\"";
 constexpr const char* kPrefix = "checkpoint-";
 constexpr const char* kSuffix = ".safetensors";
 
@@ -35,7 +34,7 @@ size_t checksum_position(std::string_view text) {
   const size_t key = text.find(kChecksumKey);
   if (key == std::string_view::npos) return key;
   const size_t position = key + kChecksumKey.size();
-  const bool whole = Checksum::is_hex(text.substr(position, Checksum::kDigits));
+  const bool whole = Checksum::of_hex(text.substr(position, Checksum::kDigits)).has_value();
   return whole ? position : std::string_view::npos;
 }
 
@@ -78,12 +77,8 @@ json load_checkpoint_state(const fs::path& folder) {
       read_file(path, "a checkpoint",
                 "Pass the --out folder of the run to go on with, or leave out --resume.");
   const size_t position = checksum_position(text);
-  if (position == std::string::npos) {
-    const bool old = text.find(kWithoutChecksum) != std::string::npos;
-    refuse_damaged(path, "a checkpoint with a checksum",
-                   old ? "one of an older version of Tandem, which wrote none"
-                       : std::to_string(text.size()) + " bytes without it");
-  }
+  if (position == std::string::npos)
+    refuse_damaged(path, "a checksum", std::to_string(text.size()) + " bytes without it");
   const std::string found = checksum_without(text, position),
                     named = text.substr(position, Checksum::kDigits);
   if (found != named) refuse_damaged(path, "a document with checksum " + named, found);

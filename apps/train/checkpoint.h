@@ -20,8 +20,8 @@ void save_checkpoint(OutFolder& out, const std::string& tag, const nlohmann::jso
 
 /// The `state` of a checkpoint. Call `load_checkpoint_tensors` once the state is known to fit.
 ///
-/// Throws: UserError if there is no checkpoint, if it is damaged, or if its version wrote no
-///         checksum (tests test_damaged_checkpoint, test_random_damage_is_refused).
+/// Throws: UserError if there is no checkpoint, or if it is damaged (tests
+///         test_damaged_checkpoint, test_random_damage_is_refused).
 nlohmann::json load_checkpoint_state(const std::filesystem::path& folder);
 NamedTensors load_checkpoint_tensors(const std::filesystem::path& folder,
                                      const nlohmann::json& state);

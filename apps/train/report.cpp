@@ -190,22 +190,6 @@ svg { max-width: 100%; height: auto; }
 
 }  // namespace
 
-void to_json(json& to, const RunResult& from) {
-  to = {{"run", from.run},
-        {"validation_bits_per_byte", from.validation_bits_per_byte},
-        {"tokens_per_second", from.tokens_per_second},
-        {"saved_bytes_per_token", from.saved_bytes_per_token},
-        {"peak_memory_bytes", from.peak_memory_bytes}};
-}
-
-void from_json(const json& from, RunResult& to) {
-  from.at("run").get_to(to.run);
-  from.at("validation_bits_per_byte").get_to(to.validation_bits_per_byte);
-  from.at("tokens_per_second").get_to(to.tokens_per_second);
-  from.at("saved_bytes_per_token").get_to(to.saved_bytes_per_token);
-  from.at("peak_memory_bytes").get_to(to.peak_memory_bytes);
-}
-
 std::string results_table(const std::vector<RunResult>& results) {
   std::vector<Cells> lines{kHeadings, kUnits};
   for (const RunResult& result : results) lines.push_back(cells_of(result, results.front()));

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <filesystem>
-#include <nlohmann/json_fwd.hpp>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -19,8 +19,8 @@ struct RunResult {
   double peak_memory_bytes = 0;
 };
 
-void to_json(nlohmann::json& to, const RunResult& from);
-void from_json(const nlohmann::json& from, RunResult& to);
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunResult, run, validation_bits_per_byte, tokens_per_second,
+                                   saved_bytes_per_token, peak_memory_bytes)
 
 /// The results as a table of aligned columns.
 std::string results_table(const std::vector<RunResult>& results);

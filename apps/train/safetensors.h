@@ -17,6 +17,8 @@ struct NamedTensor {
 using NamedTensors = std::vector<NamedTensor>;
 
 /// Writes tensors in the safetensors format: 8 bytes of header length, a JSON header, the raw data.
+/// This is by hand, because the library of the format is for Rust and Python, and neither libtorch
+/// nor Debian has one for C++. A library reads and writes the JSON.
 ///
 /// Dtypes:  float32, bfloat16, float16, float64, int64, uint8.
 /// Throws:  UserError if the file cannot be written.

@@ -55,5 +55,5 @@ def test_pages_link_to_what_exists():
 
 def test_pages_name_files_that_exist():
     for page in PAGES:
-        for path in re.findall(r"`((?:src|include|tests|python|cli|scripts|examples|benchmarks|docs)/[\w./-]+)`", page.read_text()):
+        for path in re.findall(r"`((?:src|include|tests|python|apps|cli|scripts|examples|benchmarks|docs)/[\w./-]+)`", page.read_text()):
             assert (ROOT / path).exists(), f"{page.name}: {path}"

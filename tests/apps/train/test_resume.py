@@ -11,23 +11,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from program import (
-    TINY,
-    TRAINER,
-    assert_refused,
-    contents,
-    fnv1a64,
-    losses,
-    resume_refused,
-    rows,
-    seal,
-    start_long,
-    trainer,
-    train,
-    validation_bits,
-    wait_for,
-)
+from program import TINY, TRAINER, assert_refused, contents, fnv1a64, losses, resume_refused, rows, seal, start_long, train, trainer, validation_bits, wait_for
 from safetensors.torch import load_file
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
@@ -231,16 +217,6 @@ def test_damaged_checkpoint_json(checkpoint):
         assert_refused(resume_refused(out), "start again without --resume")
     path.write_text(seal(state))
     trainer("--resume", "--out", out)
-
-
-def test_checkpoint_without_checksum(checkpoint):
-    """What versions before the checksum wrote is refused, since nothing tells it from a damaged one."""
-    out, _ = checkpoint
-    path = out / "checkpoint.json"
-    state = json.loads(path.read_text())
-    del state["fnv1a64"]
-    path.write_text(json.dumps(state | {"format": "tandem train checkpoint 1"}, indent=1))
-    assert_refused(resume_refused(out), "a checkpoint with a checksum", "an older version of Tandem, which wrote none")
 
 
 @pytest.mark.parametrize(

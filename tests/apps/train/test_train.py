@@ -74,22 +74,15 @@ def test_text_that_does_not_fit_in_memory(tmp_path):
     text, limit = tmp_path / "text.txt", 16 << 30
     with open(text, "wb") as file:
         file.truncate(2 * limit)  # takes no space on the disk
-    done = train(
-        tmp_path / "out", "--text", text, check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    )
+    limited = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))}
+    done = train(tmp_path / "out", "--text", text, check=False, **limited)
     assert_refused(done, "text.txt (34.4 GB, more than the memory that this process may use)", "--text")
     assert not (tmp_path / "out").exists()
 
 
 def test_text_from_a_pipe_is_read_to_its_end(tmp_path):
-    text = b"a text that comes in parts, " * 20000
-    done = subprocess.run(
-        [TRAINER, *TINY, "--steps", "1", "--runs", "plain", "--text", "/dev/stdin", "--out", tmp_path / "out", "--checkpoint-every", "1"],
-        input=text,
-        capture_output=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    text = "a text that comes in parts, " * 20000
+    train(tmp_path / "out", "--runs", "plain", "--text", "/dev/stdin", "--checkpoint-every", 1, input=text)
     assert f'"bytes": {len(text)}' in (tmp_path / "out" / "checkpoint.json").read_text()
 
 
