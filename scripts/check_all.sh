@@ -31,7 +31,7 @@ file_by_file() {
   compile dev all
 }
 
-# Compiles library, extension, program and tests with the second compiler, as they are shipped, and runs the C++ tests.
+# Compiles library, extension, programs and tests with the second compiler, as they are shipped, and runs the C++ tests.
 clang() {
   configure clang
   compile clang all

@@ -63,7 +63,7 @@ print(mlp.verify(torch.randn(8, 64, requires_grad=True)).passed)
 """
     python = environment / "bin" / "python"
     assert run(python, "-c", code.replace("PREFIX", repr(str(environment))), cwd=environment) == "True\n"
-    run(environment / "bin" / "tandem", "--help", cwd=environment)
+    run(environment / "bin" / "tandem", "train", "--help", cwd=environment)  # it starts tandem-train
 
 
 def test_the_wheel_needs_no_library_of_the_machine_that_built_it(environment):
