@@ -215,7 +215,7 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
       .all = at::logsumexp(z, 1),
       .target = z.gather(1, at_targets).squeeze(1).masked_fill(elsewhere, 0),
       .target_weight = weights.index_select(0, at_targets.squeeze(1)).masked_fill(elsewhere, 0),
-      .weighted = (z * weights).sum(1),
+      .weighted = e != 0 ? (z * weights).sum(1) : at::zeros_like(local, z.options()),
       .largest = {},
       .best = {}};
   if (mask[best]) std::tie(of.largest, of.best) = z.max(1);
@@ -244,8 +244,10 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   // exp(of.all - own_sum) times as large.
   const Tensor shares = on_target + on_each * all_weights + (2 * args.z_loss) * of.all;
   const Tensor scale = are_shared ? shares * (own_sum - of.all).exp() : shares;
-  Tensor of_z = at::softmax(z, 1) * scale.unsqueeze(1) - on_each * weights;
-  of_z = of_z - at::zeros_like(z).scatter(1, at_targets, (own_weight * (1 - e)).unsqueeze(1));
+  Tensor of_z = at::softmax(z, 1) * scale.unsqueeze(1);
+  if (e != 0) of_z = of_z - on_each * weights;
+  of_z =
+      of_z.scatter(1, at_targets, of_z.gather(1, at_targets) - (own_weight * (1 - e)).unsqueeze(1));
   if (slope.defined()) of_z = of_z * slope;
   if (args.factors)
     of_z = of_z * args.factors->reshape_symint({rows.sym_size(0)}).to(dtype).unsqueeze(1);
@@ -262,16 +264,74 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   return results;
 }
 
+void LinearCrossEntropy::in_pieces(const Args& args, std::span<Tensor> results,
+                                   int64_t logits_at_once) {
+  if (logits_at_once == 0)  // a sum of the gradient of weight costs as much as some logits
+    logits_at_once = std::max(int64_t{1} << 25, args.weight.numel() / 8);
+  const Tensor x = args.x.reshape({args.targets.numel(), args.x.size(-1)}),
+               targets = args.targets.reshape(-1);
+  const Tensor factors = args.factors ? args.factors->reshape(-1) : Tensor();
+  const bool is_by_row = args.reduction == "none", is_mean = args.reduction == "mean";
+  std::array<bool, 6> mask = args.output_mask;
+  mask[denominator] |= mask[y] && is_mean;
+  // What has a number for each row is written piece by piece; the rest is summed.
+  const auto has_rows = [&](size_t result) {
+    return result == grad_x || result == best || (result == y && is_by_row);
+  };
+  std::array<Tensor, 6> sums;
+  const auto add = [&](size_t result, const Tensor& of_piece) {
+    const at::ScalarType dtype = is_float64(args) ? at::kDouble : at::kFloat;
+    sums[result] = sums[result].defined() ? sums[result].add_(of_piece) : of_piece.to(dtype);
+  };
+  const int64_t rows = targets.numel(), classes = std::max<int64_t>(args.weight.size(0), 1),
+                at_once = std::max<int64_t>(logits_at_once / classes, 1);
+  for (int64_t first = 0; first == 0 || first < rows; first += at_once) {
+    const int64_t count = std::min(at_once, rows - first);
+    const Tensor some_x = x.narrow(0, first, count), some_targets = targets.narrow(0, first, count);
+    std::optional<Tensor> some_factors;
+    if (args.factors) some_factors = factors.narrow(0, first, count);
+    const Results<6> of_piece = reference({.x = some_x,
+                                           .weight = args.weight,
+                                           .targets = some_targets,
+                                           .bias = args.bias,
+                                           .class_weight = args.class_weight,
+                                           .factors = some_factors,
+                                           .reduction = is_by_row ? "none" : "sum",
+                                           .ignore_index = args.ignore_index,
+                                           .label_smoothing = args.label_smoothing,
+                                           .soft_cap = args.soft_cap,
+                                           .z_loss = args.z_loss,
+                                           .group = args.group,
+                                           .group_size = args.group_size,
+                                           .rank = args.rank,
+                                           .output_mask = mask});
+    for (size_t result = 0; result < mask.size(); ++result)
+      if (mask[result] && has_rows(result))
+        results[result]
+            .view(result == grad_x ? x.sizes() : targets.sizes())
+            .narrow(0, first, count)
+            .copy_(of_piece[result]);
+      else if (mask[result])
+        add(result, of_piece[result]);
+  }
+  if (mask[y] && is_mean) sums[y].div_(sums[denominator]);
+  for (size_t result = 0; result < mask.size(); ++result)
+    if (args.output_mask[result] && !has_rows(result)) results[result].copy_(sums[result]);
+}
+
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  register_kernel_op<LinearCrossEntropy>(
-      library,
-      {{"cpu", at::kCPU,
-        [](const LinearCrossEntropy::Args& args) {
-          return Takes<kArithmetic, kArithmetic, kSeed, kArithmetic, kNumbers, kNumbers>::these(
-                     args) &&
-                 args.x.scalar_type() == args.weight.scalar_type();
-        },
-        LinearCrossEntropy::cpu}});
+  using K = LinearCrossEntropy;
+  const auto fits_kernels = [](const K::Args& args) {
+    return Takes<kArithmetic, kArithmetic, kSeed, kArithmetic, kNumbers, kNumbers>::these(args) &&
+           args.x.scalar_type() == args.weight.scalar_type();
+  };
+  const auto is_any = [](const K::Args&) { return true; };
+  const auto in_pieces = [](const K::Args& args, std::span<Tensor> results) {
+    K::in_pieces(args, results);
+  };
+  register_kernel_op<K>(library, {{"cpu", at::kCPU, fits_kernels, K::cpu},
+                                  {"pieces", at::kCPU, is_any, in_pieces},
+                                  {"pieces", at::kCUDA, is_any, in_pieces}});
 }
 
 }  // namespace tandem::kernel_ops

@@ -28,8 +28,11 @@ namespace tandem::kernel_ops {
 ///          their mean does not.
 /// Error:   that of the products, one rounding each of the logits and of their gradients to the
 ///          dtype of weight, and 2^-20 of float32 arithmetic (test_linear_cross_entropy.py).
-/// Memory:  on the CPU, logits of a few hundred rows at a time. Ignored rows cost nothing if best
-///          is not wanted.
+///          `in_pieces` rounds sums over rows once more per piece.
+/// Memory:  by `cpu`, logits of a few hundred rows at a time; ignored rows cost nothing if best is
+///          not wanted. By `in_pieces`, for other dtypes and devices, several times the logits of
+///          some rows: 2^25 of them, or an eighth of the elements of weight if these are more. The
+///          sums grad_weight and grad_bias are in float32 (float64) until they are complete.
 /// Throws:  c10::ValueError for other shapes or an unknown reduction, c10::TypeError for targets
 ///          that are not int64, c10::IndexError for the first target that is no class.
 /// Source:  z-loss: Chowdhery et al. 2022, arXiv:2204.02311; soft cap: Gemma Team 2024,
@@ -58,6 +61,8 @@ struct LinearCrossEntropy {
   static Specs<6> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);
   static Results<6> reference(const Args& args);
+  /// The reference for some rows at a time: those of so many logits, or of the default number (0).
+  static void in_pieces(const Args& args, std::span<Tensor> results, int64_t logits_at_once = 0);
   /// The dtype of the gradient of an operand.
   static at::ScalarType gradient_dtype(const Args& args, const Tensor& operand);
 };
