@@ -136,6 +136,23 @@ def test_loss_of_a_head():
 
 
 @needs_gpu
+def test_loss_of_a_head_needs_no_memory_for_all_logits():
+    x = torch.randn(4096, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32000, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(32000, (4096,), device=DEVICE)
+
+    def peak(loss):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(loss(), [x, weight])
+        return torch.cuda.max_memory_allocated() - before
+
+    eager = peak(lambda: nn.functional.cross_entropy((x @ weight.T).float(), targets))
+    assert peak(lambda: tandem.linear_cross_entropy(x, weight, targets)) < 0.7 * eager
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])  # whose state the host updates
 def test_the_host_does_not_wait(name):
     model, x = block(), torch.randn(128, 256, device=DEVICE, dtype=torch.bfloat16)
@@ -272,9 +289,19 @@ def test_the_backend_in_a_decoder(dtype, fresh_dynamo):
 def test_the_backend_under_a_recipe(name, fresh_dynamo):
     model, loss = decoder(torch.bfloat16)
     expected = gradients(model, loss, model)
-    got = gradients(model, loss, torch.compile(model, backend="tandem", options={"recipe": RECIPES[name]}))
+    got = gradients(model, loss, tandem.compile(model, recipe=RECIPES[name], require=1.0))
     near(got[:1], expected[:1], 0.05)
     assert all(g.isfinite().all() for g in got)
+    errors = [(g - e).double().norm() / e.double().norm().clamp_min(1e-30) for g, e in zip(got[1:], expected[1:], strict=True)]
+    assert 1e-3 < sum(errors) / len(errors) < 0.7, "codes are multiplied"
+
+
+@needs_gpu
+def test_the_backend_without_a_recipe_leaves_a_model_to_torch(fresh_dynamo):
+    model, loss = decoder()
+    compiled = torch.compile(model, backend="tandem")
+    loss(compiled)
+    assert "its x is on cuda, where pipelines run operations of torch, and no recipe quantizes it" in tandem.explain(model)
 
 
 def test_attention_with_a_cache():

@@ -119,8 +119,6 @@ def _refused(node: Node, nodes: frozenset[Node], bound: Bound, terms: Terms) -> 
             return f"{each.name} is of a transformation of torch.func"
     if not value.is_floating_point() or value.dim() == 0:
         return f"its x is {'a scalar' if value.is_floating_point() else value.dtype}"
-    if value.device.type != "cpu":
-        return f"its x is on {value.device.type}, and pipelines run on the CPU"
     if not value_of(node).is_contiguous():
         return "its result is not contiguous, as results of pipelines are"
     if any(memory_of(inner) in terms.written_for_others for inner in nodes - {node}):
@@ -135,7 +133,9 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms, r
     for op in made:
         if reason := op.refusal():
             return reason
-    x, dtype = bound["x"], value_of(bound["x"]).dtype
+    x, dtype, device = bound["x"], value_of(bound["x"]).dtype, value_of(bound["x"]).device.type
+    if device != "cpu" and (recipe is None or device == "meta"):
+        return f"its x is on {device}, where pipelines run operations of torch, and no recipe quantizes it"
     if made[0].make in (ops.Linear, ops.GroupedLinear, ops.LinearCrossEntropy):
         dtypes = {dtype, made[0].options["dtype"]}
         is_cast = node.meta["is_autocast"] and made[0].make is not ops.GroupedLinear and torch.float64 not in dtypes
