@@ -263,6 +263,25 @@ class OtherPairs(Attention):
         return third(q), third(k), v
 
 
+class ScaledBeforeNorm(Attention):
+    """The norm divides by the scale of its queries again."""
+
+    def heads(self, x, *turning):
+        q, k, v = (each(x) for each in self.qkv)
+        return heads_of(0.5 * q, self.norms[0]), heads_of(k, self.norms[1]), heads_of(v)
+
+
+class PartnersBefore(Attention):
+    """The sines multiply queries and keys as they were before a step, the cosines what the step returns."""
+
+    def heads(self, x, cosines, sines):
+        q, k, v = (each(x) for each in self.qkv)
+        befores = heads_of(q), heads_of(k)
+        q, k = map(heads_of, (q, k), self.norms) if self.norms[0] else (heads_of(0.5 * q), heads_of(k))
+        q, k = (own * cosines.unsqueeze(1) + rotate_half(before) * sines.unsqueeze(1) for own, before in zip((q, k), befores, strict=True))
+        return q, k, heads_of(v)
+
+
 LEFT = {
     "queries that others read": (ReadingQueries(turn=turned), tables(), "others read what lies inside, and not keys or values alone"),
     "a mask that is made of keys": (MaskedByKeys(), [], "it reads what is computed of its own keys or values"),
@@ -278,6 +297,9 @@ LEFT = {
     "other pairs": (OtherPairs(), tables(), "its pairs of features are not half of what is turned apart"),
     "angles that are learnt": (Attention(turn=turned), [each.requires_grad_() for each in tables()], "its angles want a gradient"),
     "a negative scale": (Attention(scale=-0.5), [], "its scale is no positive number"),
+    "queries that are scaled before their norm": (ScaledBeforeNorm(norm=TorchNorm), [], "its queries are scaled before their norm, which divides by the scale again"),
+    "sines of what is not normed": (PartnersBefore(norm=TorchNorm), tables(), "products of one x"),
+    "sines of what is not scaled": (PartnersBefore(), tables(), "products of one x"),
 }
 
 

@@ -13,8 +13,9 @@ from tandem.backend.rows import Op, Row, Weight, of_unit_size, product, x
 _NAMES = ("query", "key", "value")
 
 
-def _turned(heads: Pattern) -> Pattern:
+def _turned(name: str, heads: Pattern) -> Pattern:
     """heads * cosines + [-second half, first half] * sines, over all features of a head or the first ones: rotary embedding."""
+    heads = Named(f"{name}_before", heads)  # one node in all terms of the sum
 
     def of(own: Pattern) -> Pattern:
         partner = Call("cat", Call("neg", Columns("second", own)), Columns("first", own))
@@ -43,7 +44,7 @@ def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
     """The result of attention between the heads of these rows, as rows. Queries may be scaled before they are split into heads."""
     query = Either(query * Number("factor"), query)
     query, key, value = _heads("query", query), _heads("key", key), Call("swap", Call("heads", value))
-    query, key = (Either(Named(f"turned_{name}", _turned(each)), each) for name, each in (("query", query), ("key", key)))
+    query, key = (Either(Named(f"turned_{name}", _turned(name, each)), each) for name, each in (("query", query), ("key", key)))
     kept = (Named("keys", key), Named("values", value))  # a cache that was empty may keep these nodes
     kept = (Either(Call("laid", each), each) for each in kept)
     shared = (Either(Call("repeated", each), each) for each in kept)
@@ -75,6 +76,8 @@ def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
     norm = _norm_of_heads(bound, heads)
     if isinstance(norm, str):
         return norm
+    if norm and "factor" in bound:
+        return "its queries are scaled before their norm, which divides by the scale again"
     if ("turned_query" in bound) != ("turned_key" in bound):
         return "its queries or its keys alone are turned"
     if "cosines" not in bound:

@@ -61,14 +61,16 @@ class Var(Pattern):
 
 
 class Named(Pattern):
-    """A pattern whose node gets a name."""
+    """A pattern whose node gets a name. All patterns of one name match one node."""
 
     def __init__(self, name: str, pattern: Pattern) -> None:
         self.name, self.pattern = name, pattern
 
     def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
-        for each in self.pattern.match(node, terms, bound):
-            yield {**each, self.name: terms.same(node)}
+        node = terms.same(node)
+        if bound.get(self.name, node) is node:
+            for each in self.pattern.match(node, terms, bound):
+                yield {**each, self.name: node}
 
 
 class Call(Pattern):
