@@ -415,6 +415,7 @@ ODD = {
     "x is the weight": (Calls(lambda m, x: (lambda h: (h @ h.t()).softmax(-1) @ h)(m.norm(m.up(x[0]))), up=linear(), norm=nn.LayerNorm(HIDDEN)), 1e-5),
     "a weight made of a product of the same x": (Calls(lambda m, x: (lambda q: q + F.linear(x, m.weight + q.mean()))(m.up(x)), up=linear(), weight=scale(HIDDEN, HIDDEN)), 1e-4),
     "views of products of one x": (Calls(lambda m, x: m.q(x).view(-1).cos().sum() + m.k(x).sin(), q=linear(), k=linear()), 1e-4),
+    "a write to one row of products of one x": (Calls(lambda m, x: (lambda row: m.q(row).mul_(2) + m.k(row).relu_())(x[0, :1]), q=linear(), k=linear()), 1e-5),
     "a transposed activation": (Calls(lambda m, x: F.silu(m.up(x).transpose(1, 2)).transpose(1, 2).view(2, -1), up=linear()), 1e-5),
     "a gate of one column": (Calls(lambda m, x: torch.sigmoid(m.one(x)) * m.up(x), one=linear(1), up=linear()), 1e-5),
     "a bias of one number": (Calls(lambda m, x: F.linear(x, m.weight, m.bias), weight=scale(HIDDEN, HIDDEN), bias=scale(1)), 1e-5),

@@ -75,8 +75,8 @@ class Draft:
         if not self.columns and not self.heads:
             return made
         main, *rest = made if isinstance(made, tuple) else (made,)
-        # Dynamo has recorded the graph with results that are contiguous and no views.
-        results = [part.contiguous() for part in main.split(self.columns, -1)] if self.columns else [main]
+        # Dynamo has recorded the graph with results that are contiguous and no views, of one row too.
+        results = [part.clone(memory_format=torch.contiguous_format) for part in main.split(self.columns, -1)] if self.columns else [main]
         for at, each in enumerate(rest):
             results += _keys_and_values(each, **self.heads[at]) if at in self.heads else [each]
         return tuple(results)
@@ -228,7 +228,7 @@ class Call(torch.nn.Module):
 def _keys_and_values(x: torch.Tensor, num_heads: int, head_dim: int, num_kv_heads: int, **_: Any) -> list[torch.Tensor]:
     """Keys and values of rows of queries, keys and values side by side, in the layout of the graph: [batch, heads, sequence, head_dim]."""
     _, *parts = x.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], -2)
-    return [part.contiguous().transpose(1, 2) for part in parts]
+    return [part.clone(memory_format=torch.contiguous_format).transpose(1, 2) for part in parts]
 
 
 def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Options) -> list[Call]:
