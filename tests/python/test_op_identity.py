@@ -111,13 +111,21 @@ class Config:
     k: float
 
 
+class Further(Config):
+    """Has an attribute that is no field."""
+
+    def __init__(self, k, more):
+        super().__init__(k)
+        self.more = more
+
+
 class Holding(Times):
     """Has something of each sort."""
 
     def __init__(self):
         super().__init__()
         self.items, self.nested, self.queue = [1.0, max], {"a": (1, [2.0])}, collections.deque([1])
-        self.config, self.object = Config(2.0), object()
+        self.config, self.further, self.object = Config(2.0), Further(2.0, 1), object()
         self.inner = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Identity())
         self.register_buffer("b", None)
 
@@ -125,13 +133,14 @@ class Holding(Times):
 CHANGES = {
     "an attribute": lambda op: setattr(op, "scale", 3.0),
     "another type": lambda op: setattr(op, "scale", 2),
-    "a new attribute": lambda op: setattr(op, "further", 1),
+    "a new attribute": lambda op: setattr(op, "additional", 1),
     "an attribute that goes": lambda op: delattr(op, "scale"),
     "a list": lambda op: op.items.append(1),
     "a function in a list": lambda op: op.items.__setitem__(1, min),
     "a list in a dict": lambda op: op.nested["a"][1].append(1),
     "a queue": lambda op: op.queue.append(1),
     "a dataclass": lambda op: setattr(op.config, "k", 3.0),
+    "an attribute of a dataclass that is no field": lambda op: setattr(op, "further", Further(2.0, 5)),
     "an object": lambda op: setattr(op, "object", object()),
     "a method of the instance": lambda op: setattr(op, "factor", lambda: 5.0),
     "training": lambda op: op.eval(),

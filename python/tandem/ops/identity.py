@@ -109,7 +109,8 @@ def _tell(op: BasicUnit) -> tuple[Told, list[_Object]]:
         if depth < DEEPEST and kind in _CONTAINERS:
             return [kind.__name__, tell(_CONTAINERS[kind](value), other, depth + 1)]
         if depth < DEEPEST and dataclasses.is_dataclass(kind):
-            return [_number_of(kind), [tell(getattr(value, field.name, None), other, depth + 1) for field in dataclasses.fields(kind)]]
+            held = dict.fromkeys((*[field.name for field in dataclasses.fields(kind)], *getattr(value, "__dict__", ())))  # a subclass may hold more
+            return [_number_of(kind), [[name, tell(getattr(value, name, None), other, depth + 1)] for name in held]]
         known = _objects.get(id(value)) or _objects.setdefault(id(value), _Object(value))
         objects.append(known)
         return known.number
