@@ -360,3 +360,14 @@ def test_the_last_backward_scales_the_gradient_of_the_weight_where_it_lies():
     (other,) = torch.autograd.grad(loss, weight, seed)
     assert all(torch.equal(*each) for each in held), "what a hook holds stays as it was"
     assert torch.equal(first, last) and torch.equal(first, other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_transforms_of_torch_func(dtype, reduction):
+    x, weight, targets = operands(dtype)
+    found = torch.func.grad(lambda x: tandem.linear_cross_entropy(x, weight, targets, reduction=reduction).sum())(x)
+    wide = x.double().requires_grad_()
+    (right,) = torch.autograd.grad(expected(wide, weight.double(), targets, reduction=reduction).sum(), wide)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), right, rtol=TOLERANCES[dtype], atol=2 * TOLERANCES[dtype] * right.abs().max().item())

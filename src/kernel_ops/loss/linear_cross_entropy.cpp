@@ -228,15 +228,16 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   if (e != 0) losses = losses + on_each * (all_weights * of.all - of.weighted);
   losses = losses.masked_fill(ignored, 0);
   const Tensor total = of.target_weight.sum();
+  const Tensor& bias = args.bias ? *args.bias : args.weight;
   const auto reduced = [&] {
     if (args.reduction == "none") return losses.reshape_symint(args.targets.sym_sizes());
     return args.reduction == "sum" ? losses.sum() : losses.sum() / total;
   };
   Results<6> results{mask[y] ? reduced() : masked_out(args.x, dtype),
                      mask[denominator] ? total : masked_out(args.x, dtype),
-                     masked_out(args.x),
-                     masked_out(args.weight),
-                     masked_out(args.bias ? *args.bias : args.weight),
+                     masked_out(args.x, gradient_dtype(args, args.x)),
+                     masked_out(args.weight, gradient_dtype(args, args.weight)),
+                     masked_out(bias, gradient_dtype(args, bias)),
                      masked_out(args.targets)};
   if (mask[best]) results[best] = of.best.reshape_symint(args.targets.sym_sizes());
   if (!wants_gradients(mask)) return results;
