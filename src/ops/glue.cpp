@@ -17,7 +17,12 @@
 
 namespace tandem::glue {
 
-void cast(Call& call) { call.out(0, call.in(0).to(call.out_type(0).dtype)); }
+// Contiguous whatever the layout of x, because backward may run the cast again on a copy of x: a
+// product's bits depend on the layout of its operands.
+void cast(Call& call) {
+  call.out(0, call.in(0).to(call.out_type(0).dtype, /*non_blocking=*/false, /*copy=*/false,
+                            at::MemoryFormat::Contiguous));
+}
 
 void add(Call& call) { call.write<kernel_ops::AddBias>({.x = call.in(0), .extra = call.maybe(1)}); }
 
