@@ -74,6 +74,24 @@ void clone_shared(Outputs& outputs, const Arguments& arguments, const Plan& plan
     if (base_of(outputs, i, arguments, plan) != nullptr) outputs[i] = outputs[i].clone();
 }
 
+/// Gives outputs that are one tensor but different values an object each: a reentrant checkpoint,
+/// which runs forward without a graph, would otherwise send the gradients of all to one of them.
+/// torch itself does this for outputs that are arguments.
+void separate(Outputs& outputs, const Arguments& arguments, const Plan& plan) {
+  const auto is_argument = [&](const at::Tensor& output) {
+    const auto is_output = [&](const at::Tensor& tensor) { return tensor.is_same(output); };
+    return std::ranges::any_of(arguments.inputs, is_output) ||
+           std::ranges::any_of(arguments.params, is_output);
+  };
+  for (size_t i = 1; i < outputs.size(); ++i)
+    for (size_t k = 0; k < i; ++k)
+      if (outputs[i].is_same(outputs[k]) && plan.outputs[i] != plan.outputs[k] &&
+          !is_argument(outputs[i])) {
+        outputs[i] = outputs[i].detach();
+        break;
+      }
+}
+
 /// `tensor` as a differentiable view of `base`, without history. If it has a history of its own,
 /// writing it in place raises: autograd could not tell the node that the memory of other outputs or
 /// of an argument has changed.
@@ -335,7 +353,10 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
   if (!plan->needs_backward) {
     run_forward(frame, *plan);
     for (const Value output : plan->outputs) outputs.push_back(frame.tensor(output));
-    if (path == Path::dispatch) clone_shared(outputs, arguments, *plan);
+    if (path == Path::dispatch)
+      clone_shared(outputs, arguments, *plan);
+    else
+      separate(outputs, arguments, *plan);
     return outputs;
   }
   auto node = compat::make_node<PipelineBackward>(plan, path);

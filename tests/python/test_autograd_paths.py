@@ -278,6 +278,17 @@ def gradients(x, run):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+def test_outputs_of_one_tensor_keep_their_gradients_in_a_checkpoint(reentrant):
+    """The gradient of y is quantized, that of the extra output is not, and both are the result of SiLU."""
+    box = ops.Sequential(ops.SiLU(), ops.MakeExtraOutput(), ops.Quantize(forward=False, backward=True))
+    x, grads = torch.randn(8, 16, requires_grad=True), [torch.randn(8, 16), torch.randn(8, 16)]
+    with tandem.autocast(recipe=RECIPE):
+        expected = torch.autograd.grad(box(x), x, grads)[0]
+        torch.autograd.backward(checkpoint(box, x, use_reentrant=reentrant), grads)
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recompute_outside_the_region_raises(reentrant):
     box, x = mlp(), torch.randn(8, 16, requires_grad=True)
     with tandem.autocast(recipe=RECIPE):
