@@ -249,7 +249,7 @@ std::atomic<QuantizedWriter> quantized_writer{nullptr};
 bool is_compiled(Call& call) { return call.in(0).key_set().has(c10::DispatchKey::Python); }
 }  // namespace
 
-template <bool kNeedsGrad>
+template <bool kNeedsGrad, bool kCopies>
 void hand_over(Call& call) {
   const QuantizedWriter write = quantized_writer.load(std::memory_order_relaxed);
   if (write == nullptr || call.path() == Path::composite || (kNeedsGrad && is_compiled(call)))
@@ -261,13 +261,15 @@ void hand_over(Call& call) {
   for (size_t read = 0; read < 2; ++read)
     for (size_t part = 0; call.has(read) && part < tensors_per_value(type); ++part) {
       const at::Tensor& tensor = call.in(read, part);
-      codes.parts[part_of(call.type(read).direction, part)] =
-          type.origin == Origin::result ? tensor : tensor.clone();  // outputs alias no argument
+      const bool is_own = type.origin == Origin::result && !kCopies;  // shared with no argument
+      codes.parts[part_of(call.type(read).direction, part)] = is_own ? tensor : tensor.clone();
     }
   call.out(0, write(codes));
 }
-template void hand_over<true>(Call&);
-template void hand_over<false>(Call&);
+template void hand_over<true, true>(Call&);
+template void hand_over<true, false>(Call&);
+template void hand_over<false, true>(Call&);
+template void hand_over<false, false>(Call&);
 
 }  // namespace tandem::glue
 

@@ -73,7 +73,8 @@ template <bool kBackward>
 void refresh_weight(Call& call);
 void weight_codes(Call& call);
 
-template <bool kNeedsGrad>
+/// `kCopies`: another output holds the codes themselves.
+template <bool kNeedsGrad, bool kCopies>
 void hand_over(Call& call);
 
 }  // namespace glue

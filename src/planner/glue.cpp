@@ -160,8 +160,13 @@ Value add_handed_over(Draft& draft, Value row, Value column, Value of) {
       {draft.dtype(of), Format::plain, Origin::result, Value::none, draft.name(of) + " in codes"});
   draft.requires_grad[index_of(y)] = needs_grad;
   if (!exists(row)) std::swap(row, column);
-  draft.forward.push_back(step_of(StepKind::hand_over, "hand_over",
-                                  needs_grad ? glue::hand_over<true> : glue::hand_over<false>,
+  const bool copies = std::ranges::any_of(draft.forward, [&](const Step& step) {
+    return step.kind == StepKind::hand_over && step.reads[0] == row;
+  });
+  const Run run = needs_grad
+                      ? (copies ? glue::hand_over<true, true> : glue::hand_over<true, false>)
+                      : (copies ? glue::hand_over<false, true> : glue::hand_over<false, false>);
+  draft.forward.push_back(step_of(StepKind::hand_over, "hand_over", run,
                                   {"row_codes", "column_codes"}, {row, column}, {"y"}, {y}));
   return y;
 }

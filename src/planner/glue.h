@@ -69,7 +69,8 @@ Step behind_step(Value x, const Values& gradients, Value y);
 /// y = the dequantized values of the codes.
 Step dequantize_step(Value codes, Value y);
 
-/// Adds a step at the end of forward: y = a tensor that holds these codes; one direction may be
+/// Adds a step at the end of forward: y = a tensor that holds these codes, or copies if an output
+/// holds them already, as writes into one output must not change another; one direction may be
 /// absent. The step returns dequantized values instead if the front has no type for codes, in
 /// composite form, if autograd records, and if compiled code gets a gradient of y. The numbers of y
 /// count as those of the value `of`.

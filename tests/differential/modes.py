@@ -221,8 +221,10 @@ def _run(outcome: Outcome, built: Built, case: Case, call: Callable[..., list[to
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """A number that identifies a tensor's memory; for a quantized tensor, which has none itself, its identity."""
-    return id(tensor) if isinstance(tensor, tandem.QuantizedTensor) else tensor.untyped_storage().data_ptr()
+    """A number that identifies a tensor's memory; of a quantized tensor, that of its codes."""
+    if isinstance(tensor, tandem.QuantizedTensor):
+        tensor = next(part for name in tensor.__tensor_flatten__()[0] if (part := getattr(tensor, name)) is not None)
+    return tensor.untyped_storage().data_ptr()
 
 
 def _write_output(outcome: Outcome, live: list[torch.Tensor], which: int, arguments: list[torch.Tensor]) -> list[torch.Tensor]:

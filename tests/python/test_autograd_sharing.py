@@ -575,3 +575,15 @@ def test_operands_of_an_in_place_sum_that_are_parts_of_one_tensor(first):
     actual = torch.autograd.grad(box(written[:4], written[4:]).sum(), behind.weight)
     torch.testing.assert_close(actual, expected)
     assert torch.equal(written[4:], whole[:4] + whole[4:]) and torch.equal(written[:4], whole[:4])
+
+
+def test_a_write_into_one_output_in_codes_changes_no_other():
+    box = ops.Sequential(ops.Quantize(), ops.MakeExtraOutput())
+    x = torch.randn(4, 32, requires_grad=True)
+    with tandem.autocast(recipe=tandem.recipe.Float8CurrentScaling()):
+        y, extra = box(x)
+    before = extra.dequantize().clone()
+    y.mul_(2)
+    assert torch.equal(extra.dequantize(), before) and torch.equal(y.dequantize(), 2 * before)
+    torch.autograd.backward([y, extra], [torch.ones_like(x), torch.ones_like(x)])
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
