@@ -31,7 +31,7 @@ REFUSALS = [
     ("an in-place write to what backward reads", r"modified by an inplace operation|is a view and .* modified inplace|expected .* in place"),
     ("a recipe under torch.func", r"quantize: expected a tensor that needs no gradient|quantize: expected a tensor without a tangent|expected no recipe where torch.func differentiates"),
     ("a checkpoint whose backward runs outside of the recipe's region", r"expected a recompute under the recipe of its forward"),
-    ("a Python op that returns another dtype", r"to which the op's tensors promote|which the op declares"),
+    ("a Python op that returns another dtype", r"to which the op's tensors promote|which the op declares|that converts to int"),
     ("integers that torch.func would differentiate", r"All outputs of f must be floating-point"),
     ("integers before a weight", r"expected x in a floating dtype, as the weight is"),
     ("a dropout or modulation of integers", r"(dropout|modulate): expected (x|scale) of dtype"),
