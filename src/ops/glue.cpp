@@ -261,7 +261,8 @@ void hand_over(Call& call) {
   for (size_t read = 0; read < 2; ++read)
     for (size_t part = 0; call.has(read) && part < tensors_per_value(type); ++part) {
       const at::Tensor& tensor = call.in(read, part);
-      const bool is_own = type.origin == Origin::result && !kCopies;  // shared with no argument
+      // An output shares memory neither with an argument nor with another output.
+      const bool is_own = type.origin == Origin::result && !kCopies;
       codes.parts[part_of(call.type(read).direction, part)] = is_own ? tensor : tensor.clone();
     }
   call.out(0, write(codes));

@@ -175,6 +175,15 @@ OfRows joined(const OfRows& own, const SharedClasses& classes) {
   return rows;
 }
 
+/// Throws c10::IndexError for the first row that is not ignored and whose target is no class.
+void check_all(const Tensor& targets, const SharedClasses& classes, int64_t ignore_index) {
+  const Tensor wrong =
+      (targets != ignore_index).logical_and((targets < 0).logical_or(targets >= classes.all));
+  if (!wrong.any().item<bool>()) return;
+  const auto row = wrong.to(at::kInt).argmax().item<int64_t>();
+  classes.check(targets[row].item<int64_t>(), row, ignore_index);
+}
+
 }  // namespace
 
 Results<6> LinearCrossEntropy::reference(const Args& args) {
@@ -192,12 +201,7 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   Tensor elsewhere = ignored;
   if (are_shared) {
     elsewhere = ignored.logical_or(local < 0).logical_or(local >= own);
-    const Tensor wrong =
-        ignored.logical_not().logical_and((targets < 0).logical_or(targets >= shared->all));
-    if (wrong.any().item<bool>()) {
-      const auto row = wrong.to(at::kInt).argmax().item<int64_t>();
-      shared->check(targets[row].item<int64_t>(), row, args.ignore_index);
-    }
+    check_all(targets, *shared, args.ignore_index);
   }
   const Tensor at_targets = local.masked_fill(elsewhere, 0).unsqueeze(1);
   Tensor z = at::linear(rows, args.weight, args.bias).to(dtype), slope;
@@ -271,6 +275,7 @@ void LinearCrossEntropy::in_pieces(const Args& args, std::span<Tensor> results,
     logits_at_once = std::max(int64_t{1} << 25, args.weight.numel() / 8);
   const Tensor x = args.x.reshape({args.targets.numel(), args.x.size(-1)}),
                targets = args.targets.reshape(-1);
+  if (args.group_size > 1) check_all(targets, SharedClasses(args), args.ignore_index);
   const Tensor factors = args.factors ? args.factors->reshape(-1) : Tensor();
   const bool is_by_row = args.reduction == "none", is_mean = args.reduction == "mean";
   std::array<bool, 6> mask = args.output_mask;

@@ -61,7 +61,8 @@ struct LinearCrossEntropy {
   static Specs<6> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);
   static Results<6> reference(const Args& args);
-  /// The reference for some rows at a time: those of so many logits, or of the default number (0).
+  /// The reference, for as many rows at a time as have `logits_at_once` logits; 0: for as many as
+  /// "Memory" says.
   static void in_pieces(const Args& args, std::span<Tensor> results, int64_t logits_at_once = 0);
   /// The dtype of the gradient of an operand.
   static at::ScalarType gradient_dtype(const Args& args, const Tensor& operand);
