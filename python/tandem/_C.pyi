@@ -54,22 +54,30 @@ def explain_description(description: str, format: str, times: dict[str, float] =
 def fusions_of_description(description: str) -> list[str]: ...
 
 class OpEntry:
-    """An op as a description has it; `state`: which module keeps it, from which slot on in forward and in backward."""
+    """An op as a front describes it.
+
+    main_grads: positions of the parameters whose gradient backward adds to a main_grad.
+    deferred, given: how many tensors backward leaves for delayed gradients, and how many tensors of the caller the op writes.
+    state: which module keeps it, from which slot on in forward and in backward.
+    """
 
     def __init__(
         self,
         *,
         op: str,
-        label: str,
-        options: str,
-        params: Sequence[int],
-        joins: Sequence[int],
-        buffers: Sequence[int],
-        extra_inputs: Sequence[str | None],
-        extra_outputs: Sequence[tuple[str | None, bool]],
-        in_place: bool,
-        state: tuple[int, int, int] | None,
-        instance: str,
+        label: str = "",
+        options: str = "{}",
+        params: Sequence[int] = (),
+        joins: Sequence[int] = (),
+        main_grads: Sequence[int] = (),
+        deferred: int = 0,
+        given: int = 0,
+        extra_inputs: Sequence[str | None] = (),
+        extra_outputs: Sequence[tuple[str | None, bool]] = (),
+        in_place: bool = False,
+        state: tuple[int, int, int] | None = None,
+        instance: str = "",
+        recompute: bool = False,
     ) -> None: ...
 
 def write_ops(ops: Sequence[OpEntry]) -> str: ...

@@ -21,8 +21,8 @@ namespace {
 using Channel = std::optional<std::string>;
 
 OpEntry op_entry(std::string op, std::string label, std::string options, std::vector<size_t> params,
-                 std::vector<size_t> joins, std::vector<size_t> buffers,
-                 const std::vector<Channel>& extra_inputs,
+                 std::vector<size_t> joins, std::vector<size_t> main_grads, size_t deferred,
+                 size_t given, const std::vector<Channel>& extra_inputs,
                  const std::vector<std::pair<Channel, bool>>& extra_outputs, bool in_place,
                  const std::optional<std::tuple<uint32_t, uint32_t, uint32_t>>& state,
                  std::string instance, bool recompute) {
@@ -31,7 +31,9 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
                 .options = std::move(options),
                 .params = std::move(params),
                 .joins = std::move(joins),
-                .buffers = std::move(buffers),
+                .main_grads = std::move(main_grads),
+                .deferred = deferred,
+                .given = given,
                 .in_place = in_place,
                 .instance = std::move(instance),
                 .recompute = recompute};
@@ -48,9 +50,13 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
 
 void bind_description(py::module_& module) {
   py::class_<OpEntry>(module, "OpEntry")
-      .def(py::init(&op_entry), py::kw_only(), py::arg("op"), py::arg("label"), py::arg("options"),
-           py::arg("params"), py::arg("joins"), py::arg("buffers"), py::arg("extra_inputs"),
-           py::arg("extra_outputs"), py::arg("in_place"), py::arg("state"), py::arg("instance"),
+      .def(py::init(&op_entry), py::kw_only(), py::arg("op"), py::arg("label") = "",
+           py::arg("options") = "{}", py::arg("params") = std::vector<size_t>(),
+           py::arg("joins") = std::vector<size_t>(), py::arg("main_grads") = std::vector<size_t>(),
+           py::arg("deferred") = 0, py::arg("given") = 0,
+           py::arg("extra_inputs") = std::vector<Channel>(),
+           py::arg("extra_outputs") = std::vector<std::pair<Channel, bool>>(),
+           py::arg("in_place") = false, py::arg("state") = py::none(), py::arg("instance") = "",
            py::arg("recompute") = false);
   module.def("write_ops", &write_ops, py::arg("ops"));
   module.def(

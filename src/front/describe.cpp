@@ -60,8 +60,7 @@ size_t weights_of(const BasicOp& basic) {
 DescribedOps describe(const std::vector<Op>& ops) {
   DescribedOps described;
   std::vector<OpEntry> entries;
-  std::vector<size_t> delaying;
-  std::vector<std::pair<size_t, size_t>> written;  // index of the entry, number of tensors
+  std::vector<size_t> absorbing;  // parameters with a main_grad
   uint32_t state_holders = 0;
   for (size_t i = 0; i < ops.size(); ++i) {
     SlotCount& slots = described.slots.emplace_back();
@@ -72,19 +71,19 @@ DescribedOps describe(const std::vector<Op>& ops) {
       if (delays)  // nothing is added to a main_grad before backward_dw()
         std::erase_if(options,
                       [](const auto& option) { return option.first == kAccumulateIntoMainGrad; });
-      OpEntry& entry = entries.emplace_back(OpEntry{.op = basic.name,
-                                                    .options = options_text(basic.name, options),
-                                                    .joins = basic.joins,
-                                                    .extra_inputs = bindings(basic.extra_inputs),
-                                                    .extra_outputs = bindings(basic.extra_outputs),
-                                                    .in_place = basic.in_place,
-                                                    .recompute = basic.recompute});
-      if (const size_t count = is_set(options, kWritesOutput) + is_set(options, kWritesGradInput))
-        written.emplace_back(entries.size() - 1, count);
+      OpEntry& entry = entries.emplace_back(OpEntry{
+          .op = basic.name,
+          .options = options_text(basic.name, options),
+          .joins = basic.joins,
+          .given = size_t{is_set(options, kWritesOutput)} + is_set(options, kWritesGradInput),
+          .extra_inputs = bindings(basic.extra_inputs),
+          .extra_outputs = bindings(basic.extra_outputs),
+          .in_place = basic.in_place,
+          .recompute = basic.recompute});
       const size_t delayed_weights = delays ? weights_of(basic) : 0;
       if (delays) {
-        delaying.push_back(entries.size() - 1);
         described.delayed.push_back({.of_groups = is_list(op_def(basic.name).params[0].name)});
+        entry.deferred = described.delayed.back().left();
       }
       for (const size_t parameter : basic.parameters) {
         TORCH_CHECK_VALUE(parameter < places.size(), basic.name, ": expected the place of one of ",
@@ -102,7 +101,9 @@ DescribedOps describe(const std::vector<Op>& ops) {
           continue;
         }
         if (!spec.main_grad.defined()) continue;
-        entry.buffers.push_back(described.main_grads.size());
+        entry.main_grads.push_back(*places[parameter]);
+        if (std::ranges::find(absorbing, *places[parameter]) != absorbing.end()) continue;
+        absorbing.push_back(*places[parameter]);
         described.main_grads.push_back(spec.main_grad);
       }
       if (const SlotCount own = quantize_slots(op_def(basic.name), entry.options);
@@ -114,12 +115,6 @@ DescribedOps describe(const std::vector<Op>& ops) {
     }
     state_holders += slots.forward + slots.backward != 0;
   }
-  size_t next = described.main_grads.size();
-  for (size_t d = 0; d < delaying.size(); ++d)
-    for (size_t i = 0; i < described.delayed[d].left(); ++i)
-      entries[delaying[d]].buffers.push_back(next++);
-  for (const auto& [entry, count] : written)
-    for (size_t i = 0; i < count; ++i) entries[entry].buffers.push_back(next++);
   described.text = write_ops(entries);
   return described;
 }

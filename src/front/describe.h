@@ -27,9 +27,7 @@ inline constexpr const char* kWritesGradInput = "writes_grad_input";
 /// and for a value that JSON cannot hold: a number that is not finite, a text that is not UTF-8.
 std::string options_text(const std::string& op, const OptionValues& options);
 
-/// The description of a list of ops, and what the pipeline's module needs beside it. The buffers of
-/// the description are the main_grads, then the operands of delayed gradients, then the tensors of
-/// the caller that ops write, each in the order of the ops.
+/// The description of a list of ops, and what the pipeline's module needs beside it.
 struct DescribedOps {
   /// The "ops" array of a description.
   std::string text;
@@ -38,6 +36,7 @@ struct DescribedOps {
     size_t op, place;
   };
   std::vector<Parameter> parameters;
+  /// In the order of their buffers (write_ops).
   std::vector<at::Tensor> main_grads;
   /// The weights of one op whose gradients backward_dw() computes, as indices into `parameters`:
   /// several where one product reads joined weights, or where the op has groups. Backward leaves

@@ -118,15 +118,6 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
   node.extra_outputs =
       bindings_of(op.find("extra_outputs"), "extra_outputs", def.extra_outputs.size(), node.label);
   op.finish();
-  const auto has_main_grad = [&] {
-    for (size_t operand = operands.first_buffer; operand < operands.first_result; ++operand)
-      if (operands.operands[operand] == "main_grad[]" && count_of(node, operand, operand + 1) != 0)
-        return true;
-    return false;
-  };
-  TORCH_CHECK_VALUE(node.joins.empty() || !has_main_grad(), node.label,
-                    ": expected no main_grad of a parameter that is several tensors, got one. "
-                    "Return its gradient, or give one tensor.");
   return node;
 }
 
@@ -153,6 +144,23 @@ void check_channels(const std::vector<OpNode>& ops) {
                         ", but it has no earlier producer, got op ", producer->second,
                         ". Move the producer to the front.");
     }
+}
+
+/// By op: the positions of its buffers among those of the pipeline.
+std::vector<std::vector<size_t>> positions_of_buffers(const std::vector<OpEntry>& ops) {
+  std::vector<std::vector<size_t>> positions(ops.size());
+  std::vector<size_t> params;  // by position of a main_grad
+  for (size_t i = 0; i < ops.size(); ++i)
+    for (const size_t param : ops[i].main_grads) {
+      const auto known = std::ranges::find(params, param);
+      positions[i].push_back(static_cast<size_t>(known - params.begin()));
+      if (known == params.end()) params.push_back(param);
+    }
+  size_t next = params.size();
+  for (const auto count : {&OpEntry::deferred, &OpEntry::given})
+    for (size_t i = 0; i < ops.size(); ++i)
+      for (size_t tensor = 0; tensor < ops[i].*count; ++tensor) positions[i].push_back(next++);
+  return positions;
 }
 
 void write_bindings(json& entry, const char* field, const std::vector<Binding>& bindings,
@@ -268,12 +276,16 @@ void check_memory_budget(double bytes_per_row) {
 
 std::string write_ops(const std::vector<OpEntry>& ops) {
   json written = json::array();
+  const std::vector<std::vector<size_t>> buffers = positions_of_buffers(ops);
   for (const OpEntry& op : ops) {
+    TORCH_CHECK_VALUE(op.joins.empty() || op.main_grads.empty(), written.size(), ".", op.op,
+                      ": expected no main_grad of a parameter that is several tensors, got one. "
+                      "Return its gradient, or give one tensor.");
     json& entry = written.emplace_back(json{{"op", op.op}, {"params", op.params}});
     entry["options"] = parse_json(op.options, op.op + ": options");
     if (!op.label.empty()) entry["label"] = op.label;
     if (!op.joins.empty()) entry["joins"] = op.joins;
-    if (!op.buffers.empty()) entry["buffers"] = op.buffers;
+    if (const auto& own = buffers[written.size() - 1]; !own.empty()) entry["buffers"] = own;
     write_bindings(entry, "extra_inputs", op.extra_inputs, op);
     write_bindings(entry, "extra_outputs", op.extra_outputs, op);
     if (op.in_place) entry["in_place"] = true;

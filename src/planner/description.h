@@ -118,7 +118,13 @@ struct OpEntry {
   std::string label = {};
   /// The options as JSON.
   std::string options = "{}";
-  std::vector<size_t> params = {}, joins = {}, buffers = {};
+  std::vector<size_t> params = {}, joins = {};
+  /// The parameters, as positions in the pipeline's list, whose gradient backward adds to a
+  /// main_grad.
+  std::vector<size_t> main_grads = {};
+  /// How many tensors backward leaves for gradients that are computed later, and how many tensors
+  /// of the caller the op writes.
+  size_t deferred = 0, given = 0;
   /// One binding per slot; empty if no slot is bound.
   std::vector<Binding> extra_inputs = {}, extra_outputs = {};
   bool in_place = false;
@@ -130,8 +136,12 @@ struct OpEntry {
 /// Throws: c10::ValueError unless the budget is finite and not negative.
 TANDEM_API void check_memory_budget(double bytes_per_row);
 
-/// The ops of a description as JSON. Throws c10::ValueError if options are no JSON or a channel's
-/// name is not UTF-8, which JSON cannot hold.
+/// The ops of a description as JSON. The buffers of the pipeline are the main_grads, one for each
+/// parameter that an op names, in the order of the ops; then the deferred tensors of each op; then
+/// its given tensors.
+///
+/// Throws: c10::ValueError if options are no JSON, if a channel's name is not UTF-8, which JSON
+///         cannot hold, and for a main_grad of a parameter that is several tensors.
 TANDEM_API std::string write_ops(const std::vector<OpEntry>& ops);
 
 /// The description of `ops` (from write_ops) under a recipe, as JSON for parse_description. Pass a

@@ -1,6 +1,8 @@
 // Descriptions: what they hold, and what is wrong with those that are refused.
 #include "planner/description.h"
 
+#include <nlohmann/json.hpp>
+
 #include "core/build_id.h"
 #include "pipeline/pipeline.h"
 #include "support/plans.h"
@@ -41,7 +43,7 @@ TEST(Description, IsReadAsItWasWritten) {
   const OpEntry product{.op = "basic_linear",
                         .options = R"({"accumulate_into_main_grad": true})",
                         .params = {2},
-                        .buffers = {1},
+                        .main_grads = {2},
                         .state = StateSlots{1, 2, 3}};
   const OpEntry split{.op = "make_extra_output",
                       .extra_outputs = {{.channel = "r", .to_caller = false}}};
@@ -64,7 +66,7 @@ TEST(Description, IsReadAsItWasWritten) {
   EXPECT_EQ(add.instance, "one");
   const OpNode& linear = description->ops[2];
   EXPECT_THAT(linear.params, ::testing::ElementsAre(2));
-  EXPECT_THAT(linear.buffers, ::testing::ElementsAre(1));
+  EXPECT_THAT(linear.buffers, ::testing::ElementsAre(0));
   ASSERT_TRUE(linear.state);
   EXPECT_EQ(linear.state->holder, 1u);
   EXPECT_EQ(linear.state->forward, 2u);
@@ -85,6 +87,17 @@ TEST(Description, AParameterMayBeSeveralTensors) {
   EXPECT_THAT(description->ops[0].params, ::testing::ElementsAre(0, 2, 1));
   EXPECT_THAT(description->ops[0].joins, ::testing::ElementsAre(3));
   EXPECT_TRUE(description->ops[1].joins.empty());
+}
+
+TEST(Description, BuffersAreMainGradsThenDeferredThenGivenTensors) {
+  const auto written = nlohmann::json::parse(write_ops({
+      {.op = "a", .params = {0, 1}, .main_grads = {1}, .given = 1},
+      {.op = "b", .deferred = 2},
+      {.op = "c", .params = {1, 2}, .main_grads = {1, 2}, .deferred = 1, .given = 1},
+  }));
+  EXPECT_EQ(written[0]["buffers"], nlohmann::json({0, 5}));
+  EXPECT_EQ(written[1]["buffers"], nlohmann::json({2, 3}));
+  EXPECT_EQ(written[2]["buffers"], nlohmann::json({0, 1, 4, 6}));
 }
 
 TEST(DescriptionErrors, JoinedParameters) {

@@ -218,25 +218,19 @@ class _Call:
             self.check_tensor(tensor, name if element < 0 else f"{name}[{element}]")
         if op in ("basic_linear", "grouped_linear"):
             self.products.append(operands[0][0][0])
-        places = range(len(self.params), len(self.params) + len(operands))
+        places = [*range(len(self.params), len(self.params) + len(operands))]
         self.params += [tensor for _, tensor in operands]
         self.param_fields += [name for name, _ in operands]
-        options, written = dict(options), []
+        options, absorbed = dict(options), []
         if operands and (main_grad := self.args.main_grads.get(operands[0][0][0])) is not None:
             options |= {"accumulate_into_main_grad": True, "overwrite_main_grad": self.args.overwrite_main_grad}
             tensors = [main_grad] if isinstance(main_grad, torch.Tensor) else list(main_grad)
-            written = [*range(len(self.buffers), len(self.buffers) + len(tensors))]
+            absorbed = places[: len(tensors)]
             self.buffers += tensors
         forward, backward = _C.quantize_slots(op, json.dumps(options))
         state = (0, *self.slots) if forward + backward else None
         self.slots = [self.slots[0] + forward, self.slots[1] + backward]
-        fields = {"extra_inputs": [], "extra_outputs": [], "recompute": False} | more
-        self.entries.append(
-            _C.OpEntry(
-                op=op, label="", options=json.dumps(options), params=list(places), joins=[], buffers=written, in_place=False, state=state,
-                instance="", **fields,
-            )
-        )
+        self.entries.append(_C.OpEntry(op=op, options=json.dumps(options), params=places, main_grads=absorbed, state=state, **more))
 
     def add_parts(self, parts: Sequence[Any]) -> None:
         """Adds ops without parameters, such as collectives."""

@@ -63,16 +63,12 @@ def _description(
     signature = signature_of(kind)
     entry = _C.OpEntry(
         op=kind,
-        label="",
         options=options,
         params=list(range(params)),
         joins=list(joins),
-        buffers=[],
         extra_inputs=[None] * extra,
         extra_outputs=[(None, True)] * len(signature.extra_outputs),
         in_place=in_place,
-        state=None,
-        instance="",
     )
     return _C.write_description(
         _C.write_ops([entry]), recipe, training=training, required_fusions=[], fusions_version=fusions_version, process="", memory_budget=None, cache_weights=False

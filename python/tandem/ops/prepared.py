@@ -194,11 +194,6 @@ class Prepared:
     def _delayed_params(self, index: int) -> Iterator[bool]:
         return (weight.requires_grad for weight in self.basic_ops[index]._weights())
 
-    def _first_deferred(self, modes: Modes) -> list[int]:
-        """Positions, among the written buffers after the main_grads, of the first tensor of each delaying op, and the end."""
-        counts = [self.basic_ops[index].wgrad_store.tensors for index in modes.delayed]
-        return [sum(counts[:nth]) for nth in range(len(counts) + 1)]
-
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:
         """The training flag of the pipeline: that of its ops if they agree, otherwise True. `ops_text` treats the ops that differ."""
@@ -278,9 +273,7 @@ class Prepared:
         """The "ops" of a description, with `buffers` among the operands if wanted, and the objects that must live as long as the text. If training
         flags differ, ops in evaluation are written as identities."""
         by_param = {at: mode for at, mode in zip(self.main_grad_params, modes.main_grads, strict=False) if mode is not None}
-        deferred_at = self._first_deferred(modes)
-        given, behind = dict(modes.given), len(by_param) + deferred_at[-1]
-        main_grads = {at: position for position, at in enumerate(by_param)}
+        given = dict(modes.given)
         first_in_backward = {at: index for index, absorbing in sorted(self._main_grads.items()) for at in absorbing}
         by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
         mixed = len(set(flags)) == 2
@@ -303,15 +296,9 @@ class Prepared:
                 dummy, overwrite = by_param[absorbed[0]]
                 overwrite = overwrite and first_in_backward[absorbed[0]] == index  # later ones in backward add
                 options |= {"accumulate_into_main_grad": True, "dummy_gradient": dummy, "overwrite_main_grad": overwrite}
-            written = [main_grads[at] for at in absorbed]
-            if index in modes.delayed:
-                options |= {"delay_wgrad": True}
-                nth = modes.delayed.index(index)
-                written += range(len(by_param) + deferred_at[nth], len(by_param) + deferred_at[nth + 1])
-            for option in given.get(index, ()):
-                options |= {option: True}
-                written.append(behind)
-                behind += 1
+            is_delaying = index in modes.delayed
+            options |= {"delay_wgrad": True} if is_delaying else {}
+            options |= dict.fromkeys(given.get(index, ()), True)
             inputs, outputs = self.bindings[index]
             is_bound = any(channel is not None for channel in op._extra_input_channels)  # a sum with a channel never writes in place
             entries.append(
@@ -321,7 +308,9 @@ class Prepared:
                     options=json.dumps(options),
                     params=self._params[index] + self._buffers[index] if buffers else self._params[index],
                     joins=list(op._joins),
-                    buffers=written,
+                    main_grads=absorbed,
+                    deferred=op.wgrad_store.tensors if is_delaying else 0,
+                    given=len(given.get(index, ())),
                     extra_inputs=inputs,
                     extra_outputs=outputs,
                     in_place=getattr(op, "in_place", False) and not op.is_python_op and not is_bound,
