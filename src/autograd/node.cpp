@@ -1,20 +1,17 @@
 #include "autograd/node.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/isnan.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "autograd/direct.h"
+#include "autograd/session.h"
 #include "executor/executor.h"
-#include "kernel_ops/framework/memory.h"
 #include "planner/planner.h"
 
 namespace tandem {
@@ -29,19 +26,6 @@ bool is_an_argument(const Arguments& arguments, const at::Tensor& tensor) {
     for (const at::Tensor& argument : list)
       if (argument.is_same(tensor)) return true;
   return false;
-}
-
-void check_no_nan(Frame& frame, const Step& step) {
-  for (const Value value : step.writes) {
-    if (!exists(value) || frame.type(value).format != Format::plain ||
-        !c10::isFloatingType(frame.type(value).dtype))
-      continue;
-    const at::Tensor& tensor = frame.tensor(value);
-    TORCH_CHECK(!tensor.defined() || !at::isnan(tensor).any().item<bool>(),
-                "pipeline: expected finite gradients, got NaN from step ", step.name, " of op ",
-                step.covers.empty() ? -1 : static_cast<int>(step.covers[0].op), ", which writes ",
-                frame.type(value).name, ". Its inputs are the place to look.");
-  }
 }
 
 }  // namespace
@@ -232,42 +216,6 @@ class SharedTensors {
   std::vector<Entry> entries_;
 };
 
-/// Fills `to` with the one element that `repeated` repeats, if that is faster than torch's copy.
-/// Returns whether it did.
-bool fill_small(const at::Tensor& to, const at::Tensor& repeated) {
-  constexpr int64_t kSmall = 4096;  // elements
-  if (!to.is_cpu() || to.numel() > kSmall ||
-      std::ranges::count(repeated.strides(), 0) != repeated.dim())
-    return false;
-  const auto fill = [&](auto word) {
-    std::memcpy(&word, repeated.const_data_ptr(), sizeof(word));
-    std::fill_n(static_cast<decltype(word)*>(to.mutable_data_ptr()), to.numel(), word);
-    return true;
-  };
-  switch (to.itemsize()) {
-    case sizeof(uint16_t):
-      return fill(uint16_t{});
-    case sizeof(uint32_t):
-      return fill(uint32_t{});
-    case sizeof(uint64_t):
-      return fill(uint64_t{});
-    default:
-      return false;
-  }
-}
-
-/// A dense copy of a gradient that repeats elements, as the gradient of a sum does: otherwise every
-/// product and kernel that reads it would copy it.
-at::Tensor dense(const at::Tensor& gradient) {
-  if (!gradient.defined() || gradient.is_non_overlapping_and_dense() ||
-      std::ranges::count(gradient.strides(), 0) == 0)
-    return gradient;
-  const at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor copy = kernel_ops::empty_beside(gradient, gradient.sizes(), gradient.scalar_type());
-  if (!fill_small(copy, gradient)) copy.copy_(gradient);
-  return copy;
-}
-
 /// Kernels rely on the plan's dtype and layout: a tensor from a saved-tensor hook must have them.
 void check_unpacked(const Frame& frame, Value value, const at::Tensor& tensor) {
   const Type& type = frame.type(value);
@@ -284,21 +232,14 @@ template <typename Unpack>
 variable_list PipelineBackward::run(const variable_list& gradients, const std::vector<bool>& asked,
                                     bool keep, Unpack&& unpack) {
   const Plan& plan = *plan_;
-  variable_list results(plan.gradients.size());
   const BackwardMask mask = mask_of(gradients, asked);
   if (std::find(mask.given.begin(), mask.given.end(), true) == mask.given.end())
-    return results;  // an undefined gradient is answered with undefined gradients
+    return variable_list(plan.gradients.size());  // for undefined gradients, undefined ones
   const auto backward = backward_plan(plan, mask);
-  Frame frame(path_for(gradients), plan.types, plan.slot_of, plan.tensor_slots);
-  frame.reserve_side_values(plan.opaques, plan.shapes);
-  for (size_t i = 0; i < gradients.size(); ++i)
-    if (exists(plan.output_gradients[i]))
-      frame.tensor(plan.output_gradients[i]) =
-          frame.path() == Path::direct && !backward->steps.empty() ? dense(gradients[i])
-                                                                   : gradients[i];
-  for (size_t i = 0; i < workspaces_.size(); ++i) frame.tensor(plan.workspaces[i]) = workspaces_[i];
-  for (size_t i = 0; i < state_.size(); ++i) frame.tensor(plan.state[i]) = state_[i];
-  if (plan.mutates_buffers_in_backward) take_buffers(buffers_, plan, backward->steps, frame);
+  Session session(
+      plan, path_for(gradients), backward->steps,
+      {.gradients = gradients, .workspaces = workspaces_, .state = state_, .buffers = buffers_});
+  Frame& frame = session.frame();
   for (const auto& [codes, sizes] : numbers_) frame.note_sizes(codes, sizes);
   SharedTensors shared;
   // A traced node has slots only, and nothing to release.
@@ -310,11 +251,8 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
     const size_t saved = static_cast<size_t>(slot.saved);
     return reshaped(users_of(saved) > 1 ? shared.get(saved, unpack) : unpack(saved), slot);
   };
-  c10::SmallVector<bool, 32> is_loaded(plan.kept.size());
-  const auto load = [&](Value value) {
-    const int32_t place = plan.kept_at[index_of(value)];
-    if (place < 0 || std::exchange(is_loaded[static_cast<size_t>(place)], true)) return;
-    const std::span<const Slot> slots = slots_of(static_cast<size_t>(place));
+  const auto load = [&](Value value, size_t index) {
+    const std::span<const Slot> slots = slots_of(index);
     switch (frame.type(value).format) {
       case Format::shape:
         frame.shape(value) = *slots[0].sizes;
@@ -332,12 +270,9 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
         }
     }
   };
-  const auto let_go = [&](Value value) {
-    const int32_t place = plan.kept_at[index_of(value)];
-    if (place < 0) return;
+  const auto release = [&](size_t index) {
     if (!keep) is_released_ = true;
-    for (size_t s = first_slot_[static_cast<size_t>(place)];
-         s < first_slot_[static_cast<size_t>(place) + 1]; ++s) {
+    for (size_t s = first_slot_[index]; s < first_slot_[index + 1]; ++s) {
       Slot& slot = slots_[s];
       if (!keep) slot.fields = nullptr;
       if (slot.saved < 0) continue;
@@ -346,22 +281,7 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
       if (is_last && !keep) saved_[saved].variable.reset_data();
     }
   };
-  const bool check_nan = torch::autograd::AnomalyMode::is_enabled() &&
-                         torch::autograd::AnomalyMode::should_check_nan();
-  for (const Step& step : backward->steps) {
-    for (const Value value : step.reads)
-      if (exists(value)) load(value);
-    // A step may write into what it alone holds: what no later step or backward reads.
-    for (const Value dead : step.dead) let_go(dead);
-    {
-      const NoAutocast no_autocast;  // the caller's unpack hooks run outside of it
-      run_step(frame, step);
-    }
-    if (C10_UNLIKELY(check_nan)) check_no_nan(frame, step);
-  }
-  for (size_t i = 0; i < results.size(); ++i)
-    if (exists(backward->gradients[i])) results[i] = frame.tensor(backward->gradients[i]);
-  return results;
+  return session.run_backward(*backward, load, release);
 }
 
 variable_list PipelineBackward::refuse_double_backward(const variable_list& gradients,

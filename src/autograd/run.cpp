@@ -15,6 +15,7 @@
 
 #include "autograd/direct.h"
 #include "autograd/node.h"
+#include "autograd/session.h"
 #include "executor/executor.h"
 #include "kernel_ops/weights/weights.h"
 
@@ -23,36 +24,6 @@ namespace tandem {
 namespace {
 
 using torch::autograd::Node;
-
-/// Checks the workspaces that a caller of the dispatcher op passes, before any step runs.
-void check_workspaces(const Plan& plan, const Arguments& arguments) {
-  size_t next = 0;
-  for (const CachedWeight& cached : plan.cached_weights) {
-    kernel_ops::Workspace workspace;
-    for (size_t part = 0; part < workspace.size(); ++part)
-      if (kernel_ops::has_part(*cached.quantizer, cached.parts, part))
-        workspace[part] = arguments.workspaces[next++];
-    kernel_ops::check_workspace(pieces_of(cached, plan, arguments.params), workspace,
-                                *cached.quantizer);
-  }
-}
-
-ScalingState state_at(at::TensorList state, size_t holder, bool is_backward) {
-  return scaling_state([&](size_t place) { return state[place]; },
-                       scaling_state_place(holder, is_backward));
-}
-
-void check_states(const Plan& plan, at::TensorList state) {
-  TORCH_CHECK_VALUE(state.size() == plan.state.size(), "pipeline: expected ", plan.state.size(),
-                    " tensors as state of the recipe, got ", state.size(),
-                    ". Pass the region's number, then scale, amax_history and pending of forward "
-                    "and backward of each module, where the recipe keeps amaxes.");
-  for (size_t holder = 0; holder < plan.state_holders.size(); ++holder) {
-    const StateHolder& used = plan.state_holders[holder];
-    kernel_ops::check_state(state_at(state, holder, false), 0, used.forward.slots);
-    kernel_ops::check_state(state_at(state, holder, true), 0, used.backward.slots);
-  }
-}
 
 /// The argument or earlier output that an output shares memory with. It is the one that the plan
 /// names, or, because user code may return any tensor, the first one found.
@@ -259,77 +230,14 @@ std::vector<QuantizedArgument> quantized_among(at::TensorList inputs, at::Tensor
   return found;
 }
 
-std::vector<at::Tensor> pieces_of(const CachedWeight& cached, const Plan& plan,
-                                  at::TensorList params) {
-  std::vector<at::Tensor> pieces;
-  for (const Value piece : cached.pieces)
-    pieces.push_back(
-        params[static_cast<size_t>(std::ranges::find(plan.params, piece) - plan.params.begin())]);
-  return pieces;
-}
-
 Value root_of(const Plan& plan, Value value) {
   while (exists(plan.types[index_of(value)].view_of)) value = plan.types[index_of(value)].view_of;
   return value;
 }
 
-void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
-  for (size_t i = 0; i < plan.inputs.size(); ++i)
-    frame.tensor(plan.inputs[i]) = arguments.inputs[i];
-  for (size_t i = 0; i < plan.params.size(); ++i)
-    frame.tensor(plan.params[i]) = arguments.params[i];
-  for (size_t i = 0; i < arguments.quantized.size(); ++i)
-    for (size_t direction = 0; direction < 2; ++direction)
-      if (const Value codes = plan.argument_codes[2 * i + direction]; exists(codes)) {
-        const QuantizedArgument& given = arguments.quantized[i];
-        const Type& type = frame.type(codes);
-        for (size_t part = 0; part < tensors_per_value(type); ++part)
-          frame.tensor(codes, part) = given.parts[part_of(static_cast<Direction>(direction), part)];
-        const auto sizes = arguments.at(given.place).sym_sizes();
-        if (is_packed(*type.quantizer)) frame.note_sizes(codes, {sizes.begin(), sizes.end()});
-      }
-  TORCH_CHECK_VALUE(arguments.workspaces.size() == plan.workspaces.size(), "pipeline: expected ",
-                    plan.workspaces.size(), " workspace tensors, got ", arguments.workspaces.size(),
-                    ". Allocate them for the weights of this pipeline.");
-  if (frame.path() == Path::dispatch) check_workspaces(plan, arguments);
-  for (size_t i = 0; i < plan.workspaces.size(); ++i)
-    frame.tensor(plan.workspaces[i]) = arguments.workspaces[i];
-  check_states(plan, arguments.state);
-  for (size_t i = 0; i < plan.state.size(); ++i) frame.tensor(plan.state[i]) = arguments.state[i];
-  TORCH_CHECK_VALUE(arguments.buffers.count == plan.buffers.size(), "pipeline: expected ",
-                    plan.buffers.size(), " buffers, got ", arguments.buffers.count,
-                    ". Pass one tensor for each that an op writes.");
-  if (plan.mutates_buffers_in_forward) take_buffers(arguments.buffers, plan, plan.forward, frame);
-  frame.give(arguments.given);
-  if (plan.opaques + plan.shapes != 0) frame.reserve_side_values(plan.opaques, plan.shapes);
-}
-
 Buffers Buffers::of(at::TensorList tensors) {
   if (tensors.empty()) return {};
   return {tensors.size(), [held = tensors.vec()](size_t i) { return held[i]; }};
-}
-
-void take_buffers(const Buffers& buffers, const Plan& plan, const Steps& steps, Frame& frame) {
-  for (size_t i = 0; i < plan.buffers.size(); ++i) {
-    const Value buffer = plan.buffers[i];
-    const bool is_mutated = std::ranges::any_of(steps, [&](const Step& step) {
-      return std::ranges::find(step.mutates, buffer) != step.mutates.end();
-    });
-    if (!is_mutated) continue;
-    frame.tensor(buffer) = buffers.take(i);
-    TORCH_CHECK_VALUE(frame.tensor(buffer).defined(), "pipeline: expected a tensor as ",
-                      plan.types[index_of(buffer)].name, ", got an undefined one. Pass a tensor.");
-  }
-}
-
-std::vector<PendingUpdate> used_states(const Plan& plan, at::TensorList state, bool is_backward) {
-  std::vector<PendingUpdate> used;
-  for (size_t holder = 0; holder < plan.state_holders.size(); ++holder) {
-    const StateHolder& each = plan.state_holders[holder];
-    const StateHolder::Direction& direction = is_backward ? each.backward : each.forward;
-    if (direction.is_used) used.push_back({state_at(state, holder, is_backward), direction.update});
-  }
-  return used;
 }
 
 const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Value root) {
@@ -343,16 +251,15 @@ const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Valu
 Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& arguments,
                      Path path) {
   check_in_place(*plan, arguments, path);
-  Frame frame(path, plan->types, plan->slot_of, plan->tensor_slots);
-  fill(frame, *plan, arguments);
+  Session session(*plan, path, arguments);
   Outputs outputs;
   const bool is_first = arguments.region != nullptr && !plan->state.empty() &&
                         arguments.state[0].is_same(arguments.region->token(false));
   if (is_first)  // this call is no recompute
     arguments.region->note_forward(used_states(*plan, arguments.state, /*is_backward=*/false));
   if (!plan->needs_backward) {
-    run_forward(frame, *plan);
-    for (const Value output : plan->outputs) outputs.push_back(frame.tensor(output));
+    session.run_forward();
+    session.hand_out(outputs);
     if (path == Path::dispatch)
       clone_shared(outputs, arguments, *plan);
     else
@@ -368,16 +275,16 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
                                              : torch::autograd::Edge());
   node->set_next_edges(std::move(edges));
   const Versions versions(*plan, arguments);
-  run_forward(frame, *plan);
+  session.run_forward();
   versions.check(*plan);
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    for (const Value output : plan->outputs) outputs.push_back(frame.tensor(output));
+    session.hand_out(outputs);
     if (path == Path::dispatch) clone_shared(outputs, arguments, *plan);
   }
   set_history(outputs, arguments, *plan, node, path);
   if (path == Path::direct) rebase_overwritten(outputs, arguments, *plan, *node);
-  node->save(frame, arguments, outputs);
+  node->save(session.frame(), arguments, outputs);
   return outputs;
 }
 

@@ -66,25 +66,11 @@ struct Arguments {
   }
 };
 
-/// Stores the arguments of a call in a frame of its plan. Throws c10::ValueError if they do not fit
-/// the plan.
-void fill(Frame& frame, const Plan& plan, const Arguments& arguments);
-
-/// Stores the buffers that `steps` mutate in `frame`. Throws c10::ValueError if one is undefined.
-void take_buffers(const Buffers& buffers, const Plan& plan, const Steps& steps, Frame& frame);
-
-/// The states that forward or backward of the plan uses. `state`: as Arguments::state.
-std::vector<PendingUpdate> used_states(const Plan& plan, at::TensorList state, bool is_backward);
-
 /// The value whose memory a value may share, through any chain of reshapes and in-place sums.
 Value root_of(const Plan& plan, Value value);
 /// The argument that is the value `root`; nullptr if none is. Another argument that shares its
 /// memory is not meant: arguments may be parts of one tensor.
 const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Value root);
-
-/// The parameters of a call that a cached weight consists of.
-std::vector<at::Tensor> pieces_of(const CachedWeight& cached, const Plan& plan,
-                                  at::TensorList params);
 
 /// The main output, then extra outputs.
 using Outputs = c10::SmallVector<at::Tensor, 4>;

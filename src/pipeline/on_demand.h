@@ -6,41 +6,35 @@
 #include <algorithm>
 #include <vector>
 
-#include "autograd/run.h"
-#include "executor/executor.h"
+#include "autograd/session.h"
 
 namespace tandem {
 
 /// Values that exist are not computed a second time.
-class OnDemand {
+class OnDemand : public Session {
  public:
   OnDemand(const Plan& plan, const Arguments& arguments, Path path)
-      : plan_(plan),
-        frame_(path, plan.types, plan.slot_of, plan.tensor_slots),
-        is_sized_(plan.types.size()) {
-    fill(frame_, plan, arguments);
-  }
-
-  Frame& frame() { return frame_; }
+      : Session(plan, path, arguments), is_sized_(plan.types.size()) {}
 
   void set(Value value, const at::Tensor& tensor) {
-    if (exists(value) && frame_.type(value).format == Format::plain) frame_.tensor(value) = tensor;
+    if (exists(value) && frame().type(value).format == Format::plain)
+      frame().tensor(value) = tensor;
   }
   /// Sets a value in codes from the parts of its direction.
   void set_codes(Value value, const QuantizedArgument& quantized, c10::SymIntArrayRef sizes) {
-    const Type& type = frame_.type(value);
+    const Type& type = frame().type(value);
     for (size_t part = 0; part < tensors_per_value(type); ++part)
-      frame_.tensor(value, part) = quantized.parts[part_of(type.direction, part)];
-    if (is_packed(*type.quantizer)) frame_.note_sizes(value, {sizes.begin(), sizes.end()});
+      frame().tensor(value, part) = quantized.parts[part_of(type.direction, part)];
+    if (is_packed(*type.quantizer)) frame().note_sizes(value, {sizes.begin(), sizes.end()});
   }
   void set_sizes(Value value, const std::vector<c10::SymInt>& sizes) {
-    frame_.shape(value) = {sizes.begin(), sizes.end()};
+    frame().shape(value) = {sizes.begin(), sizes.end()};
     is_sized_[index_of(value)] = true;
   }
 
   bool has(Value value) {
-    if (frame_.type(value).format == Format::shape) return is_sized_[index_of(value)];
-    return frame_.tensor(value).defined();
+    if (frame().type(value).format == Format::shape) return is_sized_[index_of(value)];
+    return frame().tensor(value).defined();
   }
 
   /// Draws seeds on the device of this value if the input of a seed step is absent.
@@ -53,8 +47,7 @@ class OnDemand {
       keeping.reads[0] = like_;
     for (const Value value : keeping.reads)
       if (exists(value)) provide(value);
-    keeping.dead.clear();
-    run_step(frame_, keeping);
+    run_keeping(std::move(keeping));
     for (const Value value : step.writes)
       if (exists(value)) is_sized_[index_of(value)] = true;
   }
@@ -62,18 +55,16 @@ class OnDemand {
   /// Runs the step that writes a value, unless the value exists.
   void provide(Value value) {
     if (has(value)) return;
-    const auto step = std::ranges::find_if(plan_.forward,
+    const auto step = std::ranges::find_if(plan().forward,
                                            [&](const Step& other) { return writes(other, value); });
-    TORCH_CHECK_VALUE(step != plan_.forward.end(), "op_backward: expected ",
-                      plan_.types[index_of(value)].name,
+    TORCH_CHECK_VALUE(step != plan().forward.end(), "op_backward: expected ",
+                      plan().types[index_of(value)].name,
                       " on the context, as backward reads it, got none. Save in forward what the "
                       "op's own forward saves.");
     run(*step);
   }
 
  private:
-  const Plan& plan_;
-  Frame frame_;
   std::vector<bool> is_sized_;
   Value like_ = Value::none;
 };

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "autograd/direct.h"
+#include "autograd/session.h"
 #include "core/build_id.h"
 #include "core/json_fields.h"
 #include "kernel_ops/elementwise/join.h"

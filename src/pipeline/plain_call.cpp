@@ -10,6 +10,7 @@
 
 #include "autograd/call.h"
 #include "autograd/direct.h"
+#include "autograd/session.h"
 #include "kernel_ops/weights/weights.h"
 #include "pipeline/on_demand.h"
 #include "planner/planner.h"
@@ -135,9 +136,9 @@ PlainResults plain_forward(const PlainArguments& given) {
   const Planned planned(given);
   const Plan& plan = *planned.plan;
   const c10::AutoGradMode no_grad(false);
-  Frame frame(planned.path, plan.types, plan.slot_of, plan.tensor_slots);
-  fill(frame, plan, planned.arguments);
-  run_forward(frame, plan);
+  Session session(plan, planned.path, planned.arguments);
+  Frame& frame = session.frame();
+  session.run_forward();
   PlainResults results;
   results.outputs = fresh_outputs(planned, frame);
   for (size_t k = 0; k < plan.kept.size(); ++k) {
@@ -189,14 +190,18 @@ struct PlainContext::Kept {
   std::vector<Tensor> own;
   bool is_released = false;
 
-  void release() {
-    tensors.clear();
+  /// Leaves each value to the last step of backward that reads it, which then releases it.
+  void hand_over() {
     own.clear();
     reads.clear();
     workspaces.clear();
     state.clear();
     buffers = {};
     is_released = true;
+  }
+  void release() {
+    hand_over();
+    tensors.clear();
   }
 };
 
@@ -311,36 +316,31 @@ std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain
   for (size_t i = 0; i < plan.gradients.size(); ++i)
     mask.asked.push_back(exists(plan.gradients[i]) || plan.absorbed[i]);
   const c10::AutoGradMode no_grad(false);
-  const NoAutocast no_autocast;
   if (std::ranges::find(mask.given, true) != mask.given.end()) {
     const auto backward = backward_plan(plan, mask);
-    Frame frame(kept_->path, plan.types, plan.slot_of, plan.tensor_slots);
-    frame.reserve_side_values(plan.opaques, plan.shapes);
-    for (size_t i = 0; i < gradients.size(); ++i)
-      if (mask.given[i]) frame.tensor(plan.output_gradients[i]) = gradients[i].contiguous();
-    for (size_t i = 0; i < kept_->workspaces.size(); ++i)
-      frame.tensor(plan.workspaces[i]) = kept_->workspaces[i];
-    for (size_t i = 0; i < kept_->state.size(); ++i) frame.tensor(plan.state[i]) = kept_->state[i];
-    if (plan.mutates_buffers_in_backward)
-      take_buffers(kept_->buffers, plan, backward->steps, frame);
-    for (size_t k = 0; k < plan.kept.size(); ++k)
-      for (size_t part = 0; part < kept_->tensors[k].size(); ++part)
-        frame.tensor(plan.kept[k], part) = kept_->tensors[k][part];
-    for (const auto& [place, sizes] : kept_->carried) {
-      const Value value = plan.kept[place];
-      if (plan.types[index_of(value)].format == Format::shape) {
-        frame.shape(value) = sizes;
-      } else {
-        frame.note_sizes(value, sizes);
+    Session session(plan, kept_->path, backward->steps,
+                    {.gradients = gradients,
+                     .workspaces = kept_->workspaces,
+                     .state = kept_->state,
+                     .buffers = kept_->buffers});
+    if (!retain) kept_->hand_over();
+    const auto load = [&](Value value, size_t index) {
+      for (size_t part = 0; part < kept_->tensors[index].size(); ++part)
+        session.frame().tensor(value, part) = kept_->tensors[index][part];
+      for (const auto& [place, sizes] : kept_->carried) {
+        if (place != index) continue;
+        if (plan.types[index_of(value)].format == Format::shape)
+          session.frame().shape(value) = sizes;
+        else
+          session.frame().note_sizes(value, sizes);
       }
-    }
-    if (!retain) kept_->release();  // the last step that reads a value then releases it
-    for (const Step& step : backward->steps) run_step(frame, step);
-    for (size_t i = 0; i < results.size(); ++i)
-      if (exists(backward->gradients[i])) results[i] = frame.tensor(backward->gradients[i]);
-  } else if (!retain) {
-    kept_->release();
+    };
+    const auto release = [&](size_t index) {
+      if (!retain) kept_->tensors[index].clear();
+    };
+    results = session.run_backward(*backward, load, release);
   }
+  if (!retain) kept_->release();
   return results;
 }
 

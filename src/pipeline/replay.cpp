@@ -107,25 +107,18 @@ at::Tensor state_of(at::Generator& generator) {
 
 }  // namespace
 
-Replay::Replay(const Plan& plan, const Arguments& arguments)
-    : plan_(plan), frame_(Path::direct, plan.types, plan.slot_of, plan.tensor_slots) {
-  fill(frame_, plan, arguments);
-}
-
 void Replay::run(const Steps& steps, at::Generator& generator) {
   for (const Step& step : steps) {
     if (step.runs_user_code)
       generator_states_[step.covers.empty() ? Part{} : step.covers.front()] = state_of(generator);
-    Step keeping = step;
-    keeping.dead.clear();
-    run_step(frame_, keeping);
+    run_keeping(step);
   }
 }
 
 bool Replay::has(Value value) {
-  if (!exists(value) || index_of(value) >= plan_.types.size()) return false;
-  const Format format = frame_.type(value).format;
-  return format == Format::shape || format == Format::opaque || frame_.tensor(value).defined();
+  if (!exists(value) || index_of(value) >= plan().types.size()) return false;
+  const Format format = frame().type(value).format;
+  return format == Format::shape || format == Format::opaque || frame().tensor(value).defined();
 }
 
 at::Tensor Replay::generator_state(const Part& part) const {
@@ -133,28 +126,21 @@ at::Tensor Replay::generator_state(const Part& part) const {
   return known == generator_states_.end() ? at::Tensor() : known->second;
 }
 
-StepCheck::StepCheck(const Plan& fused, int64_t& comparisons)
-    : frame_(Path::direct, fused.types, fused.slot_of, fused.tensor_slots),
-      bounds_(fused.types.size()),
-      comparisons_(comparisons) {
-  frame_.reserve_side_values(fused.opaques, fused.shapes);
-}
-
 /// Copies a value from the reference. Private values of joint fusions exist here already.
 bool StepCheck::provide(Value value, Replay& reference) {
   if (!reference.has(value)) return false;
-  switch (const Format format = frame_.type(value).format; format) {
+  switch (const Format format = frame().type(value).format; format) {
     case Format::shape:
-      frame_.shape(value) = reference.frame().shape(value);
+      frame().shape(value) = reference.frame().shape(value);
       break;
     case Format::opaque:
-      frame_.opaque(value) = reference.frame().opaque(value);
+      frame().opaque(value) = reference.frame().opaque(value);
       break;
     default:
-      for (size_t part = 0; part < tensors_per_value(frame_.type(value)); ++part)
-        frame_.tensor(value, part) = reference.frame().tensor(value, part);
+      for (size_t part = 0; part < tensors_per_value(frame().type(value)); ++part)
+        frame().tensor(value, part) = reference.frame().tensor(value, part);
       if (const c10::SymDimVector* sizes = reference.frame().noted_sizes(value))
-        frame_.note_sizes(value, *sizes);
+        frame().note_sizes(value, *sizes);
   }
   return true;
 }
@@ -162,30 +148,31 @@ bool StepCheck::provide(Value value, Replay& reference) {
 std::string StepCheck::compare(const Step& step, size_t write, const Steps& members,
                                Replay& reference, bool& is_same) {
   const Value value = step.writes[write];
-  const Format format = frame_.type(value).format;
-  if (!reference.has(value) || tensors_per_value(frame_.type(value)) == 0) return "";
+  const Format format = frame().type(value).format;
+  if (!reference.has(value) || tensors_per_value(frame().type(value)) == 0) return "";
   Frame& expected = reference.frame();
   ++comparisons_;
   bool equal = true;
-  for (size_t part = 0; part < tensors_per_value(frame_.type(value)); ++part)
-    equal &= difference(frame_.tensor(value, part), expected.tensor(value, part), 0, 0).empty();
+  for (size_t part = 0; part < tensors_per_value(frame().type(value)); ++part)
+    equal &= difference(frame().tensor(value, part), expected.tensor(value, part), 0, 0).empty();
   if (equal) return "";
   is_same = false;
   const double tolerance = tolerance_of(step, members, reference.plan(), expected);
   if (format == Format::codes) {
     // A scale of few bits, or a power of two, may differ if the amax differs slightly. Then only
     // dequantized values are compared.
-    const at::Tensor &scale = frame_.tensor(value, 1), &wanted = expected.tensor(value, 1);
-    const bool is_coarse = !scale.is_floating_point() || frame_.type(value).quantizer->power_of_two;
+    const at::Tensor &scale = frame().tensor(value, 1), &wanted = expected.tensor(value, 1);
+    const bool is_coarse =
+        !scale.is_floating_point() || frame().type(value).quantizer->power_of_two;
     if (auto found = is_coarse ? "" : difference(scale, wanted, tolerance, 0); !found.empty())
       return "dequant_scale: " + found;
     // Codes of inputs that differ in the last bit are mostly equal.
-    return difference_in_norm(decoded(frame_, value), decoded(expected, value),
-                              unit_of(*frame_.type(value).quantizer));
+    return difference_in_norm(decoded(frame(), value), decoded(expected, value),
+                              unit_of(*frame().type(value).quantizer));
   }
   const at::Tensor scale = scale_of(step, value, members, reference);
-  std::string found = difference(frame_.tensor(value), expected.tensor(value), tolerance, scale);
-  if (!found.empty() || !kernel_ops::is_narrow(frame_.type(value).dtype)) return found;
+  std::string found = difference(frame().tensor(value), expected.tensor(value), tolerance, scale);
+  if (!found.empty() || !kernel_ops::is_narrow(frame().type(value).dtype)) return found;
   const at::Tensor exact = in_float32(value, members, reference);
   if (!exact.defined()) return "";
   // If members overflow on the way, the exact result is unknown.
@@ -193,9 +180,9 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
   const auto known = [&](const at::Tensor& tensor) {
     return at::where(is_known, tensor.to(at::kFloat), 0.0f);
   };
-  return difference(known(frame_.tensor(value)), known(exact),
+  return difference(known(frame().tensor(value)), known(exact),
                     tolerance_of(step, members, reference.plan(), expected, kOfNumber),
-                    scale.clamp_min(smallest_normal_of(frame_.type(value).dtype)));
+                    scale.clamp_min(smallest_normal_of(frame().type(value).dtype)));
 }
 
 /// Computes a result of the members on equal operands, with everything narrower widened to float32.
@@ -248,19 +235,19 @@ at::Tensor StepCheck::scale_of(const Step& step, Value value, const Steps& membe
         between.push_back(written);
   double whole = largest_of(result);
   for (const Value rounded : between)
-    if (frame_.type(rounded).format == Format::plain &&
+    if (frame().type(rounded).format == Format::plain &&
         reference.frame().tensor(rounded).numel() == result.numel())
       whole = std::max(whole, largest_of(reference.frame().tensor(rounded)));
   const at::Tensor for_all = at::scalar_tensor(whole, at::kDouble);
   if (!result.is_floating_point() || result.dim() < 2 || result.numel() == 0) return for_all;
-  if (const Origin origin = frame_.type(value).origin;
+  if (const Origin origin = frame().type(value).origin;
       origin == Origin::gradient || origin == Origin::intermediate)
     for (const Value param : plan.params)
       if (reference.frame().tensor(param).sizes() == result.sizes()) return for_all;
 
   at::Tensor scale = largest_of_rows(result), share;
   const auto note = [&](Value operand, const at::Tensor& tensor, bool is_rounded) {
-    if (frame_.type(operand).format != Format::plain) return false;
+    if (frame().type(operand).format != Format::plain) return false;
     if (!tensor.defined() || !tensor.is_floating_point() || contains(plan.params, operand))
       return true;
     if (!has_rows_of(tensor, result)) return false;
@@ -271,7 +258,7 @@ at::Tensor StepCheck::scale_of(const Step& step, Value value, const Steps& membe
     return true;
   };
   for (const Value operand : step.reads)
-    if (holds_tensor(operand) && !note(operand, frame_.tensor(operand), false)) return for_all;
+    if (holds_tensor(operand) && !note(operand, frame().tensor(operand), false)) return for_all;
   for (const Value rounded : between)
     if (holds_tensor(rounded) && !note(rounded, reference.frame().tensor(rounded), true))
       return for_all;
@@ -280,7 +267,7 @@ at::Tensor StepCheck::scale_of(const Step& step, Value value, const Steps& membe
 
 bool StepCheck::holds_tensor(Value value) {
   return exists(value) && index_of(value) < bounds_.size() &&
-         tensors_per_value(frame_.type(value)) != 0;
+         tensors_per_value(frame().type(value)) != 0;
 }
 
 void StepCheck::carry_bounds(const Step& step, bool is_same, double tolerance) {
@@ -295,7 +282,7 @@ void StepCheck::carry_bounds(const Step& step, bool is_same, double tolerance) {
   for (const Value value : step.writes) {
     if (!exists(value)) continue;
     Bound written = bound;
-    if (const Type& type = frame_.type(value); type.format == Format::codes) {
+    if (const Type& type = frame().type(value); type.format == Format::codes) {
       written.relative = std::max(written.relative, unit_of(*type.quantizer));
       written.in_norm = true;
     }
@@ -321,13 +308,11 @@ WrongStep StepCheck::check(const Steps& steps, const Steps& unfused, Replay& ref
           const std::lock_guard<std::mutex> lock(generator.mutex());
           generator.set_state(state);
         }
-      Step keeping = step;
-      keeping.dead.clear();
-      run_step(frame_, keeping);
+      run_keeping(step);
       for (size_t w = 0; w < step.writes.size(); ++w) {
         if (!exists(step.writes[w])) continue;
         if (auto found = compare(step, w, members, reference, is_same); !found.empty())
-          return {step.name, frame_.type(step.writes[w]).name + ": " + found, step};
+          return {step.name, frame().type(step.writes[w]).name + ": " + found, step};
       }
     }
     carry_bounds(step, is_same, tolerance);

@@ -6,20 +6,17 @@
 #include <string>
 #include <vector>
 
-#include "autograd/run.h"
+#include "autograd/session.h"
 #include "core/call.h"
 #include "core/plan.h"
 
 namespace tandem {
 
 /// The values of an unfused run. A copy continues where the original stands.
-class Replay {
+class Replay : public Session {
  public:
-  /// `inputs`, `params`: the arguments of the plan.
-  Replay(const Plan& plan, const Arguments& arguments);
+  Replay(const Plan& plan, const Arguments& arguments) : Session(plan, Path::direct, arguments) {}
 
-  const Plan& plan() const { return plan_; }
-  Frame& frame() { return frame_; }
   /// Runs steps. Before a step that runs user code, it notes the state of `generator`.
   void run(const Steps& steps, at::Generator& generator);
 
@@ -28,8 +25,6 @@ class Replay {
   at::Tensor generator_state(const Part& part) const;
 
  private:
-  const Plan& plan_;
-  Frame frame_;
   std::map<Part, at::Tensor> generator_states_;
 };
 
@@ -43,9 +38,10 @@ struct WrongStep {
 
 /// Compares the steps of a fused plan with the unfused ones, and derives how far values may be
 /// apart when both plans run as a whole.
-class StepCheck {
+class StepCheck : private Session {
  public:
-  StepCheck(const Plan& fused, int64_t& comparisons);
+  StepCheck(const Plan& fused, int64_t& comparisons)
+      : Session(fused, Path::direct), bounds_(fused.types.size()), comparisons_(comparisons) {}
 
   /// Runs the fused steps among `steps` on the values of `reference`, which has run `unfused`, and
   /// compares what they write.
@@ -69,7 +65,6 @@ class StepCheck {
   at::Tensor in_float32(Value value, const Steps& members, Replay& reference);
   void carry_bounds(const Step& step, bool is_same, double tolerance);
 
-  Frame frame_;
   std::vector<Bound> bounds_;
   int64_t& comparisons_;
 };

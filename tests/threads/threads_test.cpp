@@ -6,6 +6,7 @@
 #include <ATen/ops/relu.h>
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <atomic>
 #include <deque>
