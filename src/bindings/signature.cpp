@@ -81,7 +81,7 @@ std::string signature_of(const std::string& name) {
               {"context", def.context},
               {"drawn", drawn},
               {"dtype_rule", dtype_rule(def.dtype)},
-              {"depends_on_training", def.training_only}}
+              {"depends_on_training", def.is_identity != nullptr}}
       .dump();
 }
 

@@ -170,8 +170,8 @@ struct OpDef {
   std::optional<StepDef> in_place = {};
   /// The op runs like the body of a torch.autograd.Function, and its values are never reused.
   bool runs_user_code = false;
-  /// In evaluation y is x.
-  bool training_only = false;
+  /// Whether y is x and no step runs, in training or in evaluation; nullptr: never.
+  bool (*is_identity)(const void* options, bool training) = nullptr;
   /// y is x rounded by a quantizer of the recipe. The options are ops::QuantizeOptions.
   bool is_quantize_point = false;
   /// The number of groups in which operands with a role are quantized; nullptr: no groups. Each

@@ -176,7 +176,10 @@ const OpDef kDropout{
     .backward =
         {{.name = "backward", .reads = {"grad_y", "seed"}, .writes = {"grad_x"}, .run = dropout}},
     .context = {"seed"},
-    .training_only = true,
+    .is_identity =
+        [](const void* options, bool training) {
+          return !training || static_cast<const DropoutOptions*>(options)->p == 0;
+        },
 };
 
 const OpDef kQuantize{

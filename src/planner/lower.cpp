@@ -11,7 +11,8 @@ Draft lower(const Description& description, const PlanKey& key, const std::vecto
 }
 
 bool is_passed_over(const Description& description, const OpNode& op) {
-  return op.kind->def.training_only && !description.training;
+  const auto is_identity = op.kind->def.is_identity;
+  return is_identity != nullptr && is_identity(op.options.get(), description.training);
 }
 
 }  // namespace tandem

@@ -34,7 +34,7 @@ struct ForwardFlow {
   size_t edges = 0;
 };
 
-/// Whether the op is passed over in evaluation: then y is x.
+/// Whether the op is passed over, so that y is x: dropout in evaluation or with p = 0.
 bool is_passed_over(const Description& description, const OpNode& op);
 
 ForwardFlow lower_forward(const Description& description, const PlanKey& key, Draft& draft);

@@ -85,6 +85,12 @@ TEST(Lowering, InEvaluationDropoutIsARename) {
   EXPECT_THAT(planned.outputs(), ElementsAre("x"));
 }
 
+TEST(Lowering, DropoutOfNothingIsARename) {
+  const Planned planned({R"(dropout {"options": {"p": 0}})"}, {leaf({2, 4})}, {});
+  EXPECT_EQ(planned.forward(), "");
+  EXPECT_THAT(planned.outputs(), ElementsAre("x"));
+}
+
 TEST(Lowering, ConstantScaleKeepsNothing) {
   const Planned planned({R"(constant_scale {"options": {"factor": 2}})"}, {leaf({2, 4})}, {});
   EXPECT_EQ(planned.forward(), "constant_scale: x -> 0.constant_scale.y\n");

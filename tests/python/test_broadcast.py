@@ -12,8 +12,8 @@ PIPELINES = {
     "linear_add": lambda: [ops.Linear(8, 8, bias=False), ops.AddExtraInput()],
     "linear_bias_add": lambda: [ops.Linear(8, 8), ops.AddExtraInput()],
     "linear_scale_add": lambda: [ops.Linear(8, 8, bias=False), ops.ConstantScale(2.0), ops.AddExtraInput()],
-    "dropout_add": lambda: [ops.Dropout(0.0), ops.AddExtraInput()],
-    "bias_dropout_add": lambda: [ops.Bias(8), ops.Dropout(0.0), ops.AddExtraInput()],
+    "dropout_add": lambda: [ops.Dropout(1e-9), ops.AddExtraInput()],
+    "bias_dropout_add": lambda: [ops.Bias(8), ops.Dropout(1e-9), ops.AddExtraInput()],
     "add_rms_norm": lambda: [ops.AddExtraInput(), ops.RMSNorm(8)],
     "add_layer_norm": lambda: [ops.AddExtraInput(), ops.LayerNorm(8)],
 }
@@ -145,7 +145,7 @@ IN_PLACE = {
     "gelu": lambda: [ops.GELU()],
     "linear": lambda: [ops.Linear(8, 8)],
     "linear_scale": lambda: [ops.Linear(8, 8, bias=False), ops.ConstantScale(2.0)],
-    "dropout": lambda: [ops.Dropout(0.0)],
+    "dropout": lambda: [ops.Dropout(1e-9)],
 }
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import tandem
 import tandem.ops as ops
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -26,6 +27,20 @@ def independent(*masks):
         for b in masks[:i]:
             assert abs((a == b).double().mean().item() - 0.5) < 0.02
     return True
+
+
+@pytest.mark.parametrize("backend", (None, *BACKENDS))
+def test_dropout_of_nothing_draws_nothing(backend):
+    box = ops.Sequential(ops.Linear(4, 4), ops.Dropout(0.0), ops.AddExtraInput())
+    x, residual = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    state = torch.get_rng_state()
+    prepared(box, backend)(x, residual).sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    (dropout,) = (op for op in box if isinstance(op, ops.Dropout))
+    y, context = dropout.op_forward_compute(x.detach())
+    assert torch.equal(y, x)
+    if backend is None:
+        assert "linear_bias_add" in tandem.explain(box)
 
 
 @pytest.mark.parametrize("backend", (None, *BACKENDS))
