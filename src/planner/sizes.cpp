@@ -212,13 +212,14 @@ bool has_rows(const PlanKey& key) {
   return !sizes.empty() && !sizes[0].empty() && sizes[0][0] == PlanKey::kGrowsAsFirst;
 }
 
-/// By value: whether it depends on an input. Values of parameters alone have no rows.
+/// By value: whether it depends on the numbers of an input. Values of parameters alone, and seeds,
+/// have no rows.
 std::vector<bool> values_behind_inputs(const Draft& draft) {
   std::vector<bool> behind(draft.types.size());
   for (const Value input : draft.inputs) behind[index_of(input)] = true;
   const auto is_behind = [&](Value value) { return exists(value) && behind[index_of(value)]; };
   for (const Step& step : draft.forward)
-    if (std::ranges::any_of(step.reads, is_behind))
+    if (step.kind != StepKind::seed && std::ranges::any_of(step.reads, is_behind))
       for (const Value value : step.writes)
         if (exists(value)) behind[index_of(value)] = true;
   return behind;

@@ -216,6 +216,13 @@ def test_a_reshape_makes_rows_count():
     check(box, torch.randn(8, 8, requires_grad=True))
 
 
+def test_a_seed_is_no_bytes_of_a_row():
+    box = ops.Sequential(ops.Reshape((-1, 16)), ops.Dropout(0.5))
+    with tandem.memory_budget(0):
+        box(torch.randn(17, 16, requires_grad=True)).sum().backward()
+    assert box.saved_bytes() <= CONSTANT
+
+
 def test_experts_within_a_budget():
     torch.manual_seed(0)
     box = randomize(ops.Sequential(ops.GroupedLinear(4, 16, 32), ops.ScaledSwiGLU(), ops.GroupedLinear(4, 16, 8)))
