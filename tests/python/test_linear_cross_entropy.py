@@ -263,6 +263,7 @@ def test_class_weights_belong_to_the_module():
         ({"linear_weight": torch.ones(37, 11)}, ValueError, "linear_cross_entropy: expected weight of shape [classes, last dimension of x], got [37, 11] for x [1, 3, 12]. Pass the weight"),
         ({"linear_bias": torch.ones(36)}, ValueError, "linear_cross_entropy: expected bias of shape [37], a number for each of the rows of weight, got [36]. Pass one of this size"),
         ({"weight": torch.ones(36)}, ValueError, "linear_cross_entropy: expected class_weight of shape [37], a number for each of the classes, got [36]. Pass one of this size"),
+        ({"linear_weight": torch.ones(37, 12, dtype=torch.complex64)}, TypeError, "linear_cross_entropy: expected weight of dtype float32, bfloat16, float16 or float64, got complex64. Convert it"),
         ({"target": None}, TypeError, "linear_cross_entropy: expected target to be a tensor, got NoneType. Pass the number of a class for each row, int64."),
         ({"linear_weight": [1.0]}, TypeError, "linear_cross_entropy: expected linear_weight to be a tensor, got list. Pass the weight of the head, [num_classes, in_features]."),
         ({"linear_bias": True}, TypeError, "linear_cross_entropy: expected linear_bias to be a tensor, got bool. Pass the bias of the head, [num_classes], or None."),
@@ -277,6 +278,16 @@ def test_errors(change, error, text):
     with pytest.raises(error) as caught:
         tandem.linear_cross_entropy(**given)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("x_dtype", "dtype"), [(torch.float64, torch.float64), (torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("wrong", [-5, CLASSES])
+def test_a_target_that_is_no_class(x_dtype, dtype, wrong):
+    """Where the loss is computed in pieces, too."""
+    x, weight, targets = operands()
+    targets.view(-1)[7] = wrong
+    with pytest.raises(IndexError, match=f"expected targets from 0 to 36, or -100 where a row is ignored, got {wrong} in row 7"):
+        tandem.linear_cross_entropy(x.to(x_dtype), weight.to(dtype), targets)
 
 
 def test_errors_of_the_kernel_op():

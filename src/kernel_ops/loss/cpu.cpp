@@ -19,9 +19,9 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// Rows of logits in memory at a time: enough for fast products, few enough to be small beside the
-/// gradient of the weight (benchmarks/loss.py).
-constexpr int64_t kRowsAtOnce = 512;
+/// Rows of logits in memory at a time: as many as fill the memory of the gradient of the weight,
+/// within limits between which products are fast (benchmarks/loss.py).
+int64_t rows_at_once(const Tensor& weight) { return std::clamp<int64_t>(weight.size(1), 64, 512); }
 
 /// The rows whose logits are computed: those that are not ignored, or all rows if `best` is wanted.
 struct RowsOfLoss {
@@ -154,7 +154,7 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
     std::memset(of_rows.data_ptr(), 0, of_rows.nbytes());
   const bool wants_gradient = of_rows.defined() || of_weight || of_bias;
 
-  const int64_t most = std::min(count, kRowsAtOnce);
+  const int64_t most = std::min(count, rows_at_once(weight));
   const Tensor inputs = empty_cpu({most, hidden}, dtype),
                // Not from the cache, which would hold them during the rest of backward.
       logits = at::empty({most, classes}, weight.options()),

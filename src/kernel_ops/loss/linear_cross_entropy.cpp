@@ -107,8 +107,8 @@ at::ScalarType LinearCrossEntropy::gradient_dtype(const Args& args, const Tensor
 Specs<6> LinearCrossEntropy::shapes(const Args& args) {
   const Tensor &x = args.x, &weight = args.weight;
   const auto& mask = args.output_mask;
-  check_floating(kOp, x, "x");
   check_floating(kOp, weight, "weight");
+  check_floating(kOp, x, "x");
   TORCH_CHECK_VALUE(x.dim() >= 1 && weight.dim() == 2 && weight.sym_size(1) == x.sym_size(-1), kOp,
                     ": expected weight of shape [classes, last dimension of x], got ",
                     weight.sym_sizes(), " for x ", x.sym_sizes(),
@@ -275,7 +275,8 @@ void LinearCrossEntropy::in_pieces(const Args& args, std::span<Tensor> results,
     logits_at_once = std::max(int64_t{1} << 25, args.weight.numel() / 8);
   const Tensor x = args.x.reshape({args.targets.numel(), args.x.size(-1)}),
                targets = args.targets.reshape(-1);
-  if (args.group_size > 1) check_all(targets, SharedClasses(args), args.ignore_index);
+  if (args.group_size > 1 || is_on_host(targets))  // before anything is computed
+    check_all(targets, SharedClasses(args), args.ignore_index);
   const Tensor factors = args.factors ? args.factors->reshape(-1) : Tensor();
   const bool is_by_row = args.reduction == "none", is_mean = args.reduction == "mean";
   std::array<bool, 6> mask = args.output_mask;
