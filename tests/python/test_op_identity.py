@@ -125,6 +125,7 @@ class Holding(Times):
     def __init__(self):
         super().__init__()
         self.items, self.nested, self.queue = [1.0, max], {"a": (1, [2.0])}, collections.deque([1])
+        self.lists = collections.defaultdict(list)
         self.config, self.further, self.object = Config(2.0), Further(2.0, 1), object()
         self.inner = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Identity())
         self.register_buffer("b", None)
@@ -139,6 +140,8 @@ CHANGES = {
     "a function in a list": lambda op: op.items.__setitem__(1, min),
     "a list in a dict": lambda op: op.nested["a"][1].append(1),
     "a queue": lambda op: op.queue.append(1),
+    "the limit of a queue": lambda op: setattr(op, "queue", collections.deque([1], maxlen=1)),
+    "the factory of a dict": lambda op: setattr(op.lists, "default_factory", set),
     "a dataclass": lambda op: setattr(op.config, "k", 3.0),
     "an attribute of a dataclass that is no field": lambda op: setattr(op, "further", Further(2.0, 5)),
     "an object": lambda op: setattr(op, "object", object()),

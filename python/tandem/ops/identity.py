@@ -34,9 +34,9 @@ _NO_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | frozenset(BasicUnit._VOLAT
     "_token",
 }
 _CONTAINERS: dict[type, Callable[[Any], Any]] = {
-    collections.deque: list,
+    collections.deque: lambda held: [held.maxlen, *held],
     collections.OrderedDict: dict,
-    collections.defaultdict: dict,
+    collections.defaultdict: lambda held: [held.default_factory, dict(held)],
     collections.Counter: dict,
 }
 
