@@ -58,6 +58,7 @@ class OpEntry:
 
     main_grads: positions of the parameters whose gradient backward adds to a main_grad.
     deferred, given: how many tensors backward leaves for delayed gradients, and how many tensors of the caller the op writes.
+    keeps_dtype: whether a norm or an activation computes in the dtype of x, whatever torch.autocast and the dtypes of its parameters say.
     state: which module keeps it, from which slot on in forward and in backward.
     """
 
@@ -78,6 +79,7 @@ class OpEntry:
         state: tuple[int, int, int] | None = None,
         instance: str = "",
         recompute: bool = False,
+        keeps_dtype: bool = False,
     ) -> None: ...
 
 def write_ops(ops: Sequence[OpEntry]) -> str: ...

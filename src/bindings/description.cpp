@@ -25,7 +25,7 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
                  size_t given, const std::vector<Channel>& extra_inputs,
                  const std::vector<std::pair<Channel, bool>>& extra_outputs, bool in_place,
                  const std::optional<std::tuple<uint32_t, uint32_t, uint32_t>>& state,
-                 std::string instance, bool recompute) {
+                 std::string instance, bool recompute, bool keeps_dtype) {
   OpEntry entry{.op = std::move(op),
                 .label = std::move(label),
                 .options = std::move(options),
@@ -36,7 +36,8 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
                 .given = given,
                 .in_place = in_place,
                 .instance = std::move(instance),
-                .recompute = recompute};
+                .recompute = recompute,
+                .keeps_dtype = keeps_dtype};
   for (const Channel& channel : extra_inputs)
     entry.extra_inputs.push_back({.channel = channel.value_or("")});
   for (const auto& [channel, to_caller] : extra_outputs)
@@ -57,7 +58,7 @@ void bind_description(py::module_& module) {
            py::arg("extra_inputs") = std::vector<Channel>(),
            py::arg("extra_outputs") = std::vector<std::pair<Channel, bool>>(),
            py::arg("in_place") = false, py::arg("state") = py::none(), py::arg("instance") = "",
-           py::arg("recompute") = false);
+           py::arg("recompute") = false, py::arg("keeps_dtype") = false);
   module.def("write_ops", &write_ops, py::arg("ops"));
   module.def(
       "write_description",

@@ -112,7 +112,10 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
     node.state = {number("module"), number("forward"), number("backward")};
     fields.finish();
   }
-  op.get("in_place", node.in_place).get("instance", node.instance).get("recompute", node.recompute);
+  op.get("in_place", node.in_place)
+      .get("instance", node.instance)
+      .get("recompute", node.recompute)
+      .get("keeps_dtype", node.keeps_dtype);
   node.extra_inputs = bindings_of(op.find("extra_inputs"), "extra_inputs",
                                   extra_input_count(def, node.options.get()), node.label);
   node.extra_outputs =
@@ -290,6 +293,7 @@ std::string write_ops(const std::vector<OpEntry>& ops) {
     write_bindings(entry, "extra_outputs", op.extra_outputs, op);
     if (op.in_place) entry["in_place"] = true;
     if (op.recompute) entry["recompute"] = true;
+    if (op.keeps_dtype) entry["keeps_dtype"] = true;
     if (op.state)
       entry["state"] = {{"module", op.state->holder},
                         {"forward", op.state->forward},

@@ -52,6 +52,9 @@ struct OpNode {
   std::optional<StateSlots> state;
   /// Whether backward recomputes the op's results instead of having them kept.
   bool recompute = false;
+  /// Whether a norm or an activation computes in the dtype of x, whatever torch.autocast and the
+  /// dtypes of its parameters say.
+  bool keeps_dtype = false;
   /// The front's own name of the op; user fusions over op lists read it.
   std::string instance;
 };
@@ -130,7 +133,7 @@ struct OpEntry {
   bool in_place = false;
   std::optional<StateSlots> state = std::nullopt;
   std::string instance = {};
-  bool recompute = false;
+  bool recompute = false, keeps_dtype = false;
 };
 
 /// Throws: c10::ValueError unless the budget is finite and not negative.

@@ -157,7 +157,7 @@ class ForwardLowering {
   at::ScalarType compute_dtype(const OpNode& op, Value x) const {
     const DtypeRule rule = op.kind->def.dtype;
     const at::ScalarType own = draft_.dtype(x);
-    if (rule == DtypeRule::promote) return own;
+    if (rule == DtypeRule::promote || op.keeps_dtype) return own;
     if (rule == DtypeRule::promote_number)
       return c10::isIntegralType(own, /*includeBool=*/true) ? c10::get_default_dtype_as_scalartype()
                                                             : own;

@@ -134,6 +134,16 @@ TEST(Lowering, Float64IsNotTouchedByAutocast) {
   EXPECT_EQ(planned.forward(), "gelu: x -> 0.gelu.y\n");
 }
 
+TEST(Lowering, AnOpMayKeepItsDtypeUnderAutocast) {
+  const Planned planned({R"(gelu {"keeps_dtype": true})", "basic_linear"}, {leaf({2, 4})},
+                        {random({3, 4}, at::kBFloat16)}, kUnfused,
+                        {.grad_mode = true, .autocast_dtype = at::kBFloat16});
+  EXPECT_EQ(planned.forward(),
+            "gelu: x -> 0.gelu.y\n"
+            "cast: 0.gelu.y -> 0.gelu.y as BFloat16\n"
+            "basic_linear: 0.gelu.y as BFloat16, 1.basic_linear.weight -> 1.basic_linear.y\n");
+}
+
 TEST(Lowering, ASharedCastIsMadeOnce) {
   const Planned planned({"basic_linear", R"(basic_linear {"params": [0]})"},
                         {random({2, 4}, at::kBFloat16)}, {leaf({4, 4})}, kUnfused,

@@ -52,6 +52,21 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda v: 0.5 * v * (1 + torch.tanh(0.797885 * (v + 0.044715 * v**3))),
+        lambda v: 0.5 * v * (1 + torch.erf(0.7071068 * v)),
+        lambda v: v * torch.sigmoid(1.702000001 * v),
+        lambda v: v * F.relu6(v + 3) / 6.0000001,
+    ],
+    ids=["tanh", "erf", "quick gelu", "hard swish"],
+)
+def test_constants_of_few_digits_in_float64(function):
+    x = torch.randn(4, SIZE, dtype=torch.float64)
+    torch.testing.assert_close(tandem.compile(lambda x: function(2 * x))(x), function(2 * x), rtol=1e-14, atol=1e-14)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_an_op_refuses(name, told):
     function, reason = REFUSED[name]

@@ -14,7 +14,7 @@ from tandem import ops
 from tandem.backend.attention import ATTENTION
 from tandem.backend.normalise import PRODUCTS, Terms, memory_of, users, value_of
 from tandem.backend.options import Options
-from tandem.backend.patterns import Bound
+from tandem.backend.patterns import Bound, tolerance_of
 from tandem.backend.rows import ROWS, Op, Row, product
 from tandem.recipe import Recipe
 
@@ -80,7 +80,7 @@ def find(graph: GraphModule, terms: Terms, options: Options) -> tuple[dict[Node,
 
 def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], options: Options) -> tuple[list[Found], list[str]]:
     ways, reasons = [], []
-    for bound in row.pattern.match(node, terms, {"nodes": (), "roundings": ()}):
+    for bound in row.pattern.match(node, terms, {"nodes": (), "roundings": (), "tolerance": tolerance_of(value_of(node).dtype)}):
         nodes = frozenset((node, *bound["nodes"]))
         if nodes & taken or any(terms.stretch[each] != terms.stretch[node] for each in nodes):
             continue

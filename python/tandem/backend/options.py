@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -42,6 +43,13 @@ class Options:
     def __post_init__(self) -> None:
         if self.recipe is not None and not isinstance(self.recipe, Recipe) and (not callable(self.recipe) or isinstance(self.recipe, type)):
             raise TypeError(f"compile: expected recipe to be a recipe, a function of a module's name or None, got {self.recipe!r}. Pass tandem.recipe.MXFP8BlockScaling(), or another.")
+        if callable(self.recipe):
+            try:
+                inspect.signature(self.recipe).bind("")
+            except TypeError as error:
+                raise TypeError(f"compile: expected recipe to be a function of a module's name, got one that is called otherwise: {error}. Let it take the name alone.") from None
+            except ValueError:  # of a function that has no signature
+                pass
         budget_text(self.memory_budget)
         names = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
         names = tuple(names) if isinstance(names, Iterable) else (names,)

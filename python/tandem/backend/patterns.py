@@ -11,7 +11,12 @@ from torch.fx import Node
 
 from tandem.backend.normalise import Terms, number_of, value_of
 
-Bound = Mapping[str, Any]  # nodes and numbers by the names of variables, `nodes` that the pattern covers, `roundings` that it contains
+Bound = Mapping[str, Any]  # nodes and numbers by the names of variables, `nodes` that the pattern covers, `roundings` that it contains, `tolerance` of constants
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """How far a constant of a formula may be from the exact one, relatively: as models write it for results of this dtype."""
+    return 1e-15 if dtype == torch.float64 else 1e-6
 
 
 class Pattern:
@@ -42,7 +47,7 @@ class Number(Pattern):
             if isinstance(self.expected, str):
                 if bound.get(self.expected, node) == node or math.isnan(node):
                     yield {**bound, self.expected: float(node)}
-            elif math.isclose(node, self.expected, rel_tol=0 if self.expected == 1 else 1e-6):
+            elif math.isclose(node, self.expected, rel_tol=0 if self.expected == 1 else bound["tolerance"]):
                 yield bound
 
 

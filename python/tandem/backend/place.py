@@ -23,6 +23,8 @@ from tandem.backend.rows import Op
 from tandem.backend.verify import Reference
 from tandem.state import compiled as compiled_state
 
+FOLLOW_AUTOCAST = (ops.Linear, ops.LinearCrossEntropy, ops.Attention)  # torch computes other ops of a pipeline in the dtype of their operands
+
 
 class Draft:
     """The construction of a region's pipeline, and the nodes of the graph that are its operands and results."""
@@ -93,6 +95,7 @@ class Draft:
         listed, places, products = [], [], []
         for step, (op, inputs, output) in enumerate(self.steps):
             module = op.made()
+            module.__dict__["_keeps_dtype"] = op.make not in FOLLOW_AUTOCAST
             for at, channel in enumerate(inputs):
                 if channel is not None:
                     module.set_extra_input_channel(at, channel)
@@ -172,8 +175,9 @@ class Call(torch.nn.Module):
         self.draft, self.recipe, self.memory_budget = draft, recipe, memory_budget
         self.__dict__["reference"] = reference  # __dict__ keeps its graph from becoming a submodule
         self.given = 1 + len(draft.extras)
-        self.knows_autocast = any(op.make in (ops.Linear, ops.LinearCrossEntropy) for op, _, _ in draft.steps)  # torch computes others in their operands' dtype
+        self.knows_autocast = all(op.make is not ops.GroupedLinear for op, _, _ in draft.steps)  # torch computes its products in their operands' dtype
         self.made = Known()  # pipelines that this node has called
+        self.dtypes = [value_of(out).dtype for out in draft.outs]  # emptied when the first results have been checked
         is_alone = reference is not None or not draft.keys
         self.shared = Known() if is_alone else _shared.setdefault((*draft.structure(), memory_budget), Known())
 
@@ -187,9 +191,16 @@ class Call(torch.nn.Module):
                 with nullcontext() if self.recipe is None else recompute.region(self.recipe):
                     if (recipe := _C.in_force.recipe) != made.recipe:
                         made.give_state(recipe, read)
-                    return self.draft.results(self.run(made.pipeline, *given))
+                    return self.checked(self.draft.results(self.run(made.pipeline, *given)))
             finally:
                 made.empty()
+
+    def checked(self, results: Any) -> Any:
+        """The results. Raises RuntimeError if their dtypes at the first call are not those in the graph, by which code that reads them may be compiled."""
+        if self.dtypes and self.dtypes != (got := [each.dtype for each in (results if isinstance(results, tuple) else (results,))]):
+            raise RuntimeError(f"tandem: expected results of dtypes {self.dtypes}, as in the graph, got {got}. Exclude their modules, and report it.")
+        self.dtypes = []
+        return results
 
     def kept(self) -> str:
         """A text: the bytes that the last call with gradients kept for backward and, with `verify`, the bytes that the graph kept."""

@@ -143,7 +143,7 @@ def _loss(bound: Bound) -> tuple[Op, ...] | str:
     if bound["size_average"] is not None or bound["reduce"] is not None:
         return "it says by size_average or reduce, which torch has deprecated, how it is reduced"
     cap = bound.get("cap", 0.0)
-    if cap and not (cap > 0 and math.isclose(cap * bound["over_cap"], 1, rel_tol=1e-6)):
+    if cap and not (cap > 0 and math.isclose(cap * bound["over_cap"], 1, rel_tol=bound["tolerance"])):
         return "its logits are not capped as cap tanh(logits / cap)"
     classes = head.options["out_features"]
     options = {name: bound[name] for name in ("ignore_index", "label_smoothing", "reduction")} | {"bias": head.options["bias"], "dtype": head.options["dtype"]}

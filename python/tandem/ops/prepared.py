@@ -317,6 +317,7 @@ class Prepared:
                     state=self._state_slots.get(index) if kind == op._kind else None,
                     instance=op.instance_id if name_instances else "",
                     recompute=op._recompute,
+                    keeps_dtype=op._keeps_dtype,
                 )
             )
         return _C.write_ops(entries), held

@@ -214,6 +214,7 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
     _joins: tuple[int, ...] = ()  # for each operand the number of parameters that form it; empty: one each
     _recompute: bool = False  # whether backward recomputes the op's results instead of keeping them
     _depends_on_training: ClassVar[bool] = False
+    _keeps_dtype = False  # whether a norm or an activation computes in the dtype of x, whatever torch.autocast says
     _call_buffers: ClassVar[Mapping[str, str]] = {}  # keyword arguments that are tensors to write, and the option that declares each
     _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # attributes besides options on which plans depend
 
