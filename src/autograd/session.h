@@ -2,6 +2,7 @@
 // functions without a module, an op by itself, and verification.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "autograd/run.h"

@@ -88,6 +88,21 @@ class Model(nn.Module):
         return r.choice(values[2:]), r.choice(values[2:]), values[-1]
 
 
+class Chains(Model):
+    """Has chains of operations whose values others may read."""
+
+    def forward(self, x):
+        r = Draws(self.numbers)
+        values = [x, x * 0.5]
+        for _ in range(1 + r.number(3)):
+            value = r.choice(values[-4:])
+            for _ in range(2 + r.number(2)):
+                value = r.choice(STEPS[:-1])(r, self, value, r.choice(values))
+                values.append(value)
+            values.append(value / (1 + value.detach().abs().amax()))
+        return r.choice(values[2:]), r.choice(values[2:]), values[-1]
+
+
 def outcome(model, x, has_gradient):
     x = x.detach().clone().requires_grad_(has_gradient)
     with torch.set_grad_enabled(has_gradient):
@@ -120,6 +135,41 @@ def check(seed):
 
 def test_random_models():
     assert sum(check(seed) for seed in range(60)) > 40
+
+
+def check_under_autocast(seed):
+    """Dtypes are those of the model, and errors are of the size of its own."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    r = random.Random(seed)
+    model, x, has_gradient = Chains(seed), torch.randn(r.choice([(4, SIZE), (2, 3, SIZE), (SIZE, SIZE)])), r.random() < 0.7
+    exact, exact_x = copy.deepcopy(model).double(), x.double()
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = outcome(copy.deepcopy(model), x, has_gradient)
+        exact = outcome(exact, exact_x, has_gradient)
+    except RuntimeError:  # torch refuses products of weights that autocast has not cast, and what `check` says
+        return False
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outcome(torch.compile(model, backend="tandem", fullgraph=True), x, has_gradient)
+    assert found[0] == expected[0]
+    for one, other, right in zip(*([*each[1], *each[2]] for each in (found, expected, exact)), strict=True):
+        assert (one is None) == (other is None), seed
+        if one is not None:
+            assert one.dtype == other.dtype, seed
+            error, own, scale = ((each.double() - right).square().mean().sqrt().item() for each in (one, other, torch.zeros_like(right)))
+            assert error <= 3 * own + 0.02 * scale + 1e-3, seed
+    return True
+
+
+def test_random_models_under_autocast():
+    assert sum(check_under_autocast(seed) for seed in range(40)) > 20
+
+
+@pytest.mark.long
+def test_more_random_models_under_autocast():
+    for seed in range(1000, 1500):
+        check_under_autocast(seed)
 
 
 @pytest.mark.long
