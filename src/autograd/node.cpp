@@ -172,21 +172,17 @@ BackwardMask PipelineBackward::mask_of(const variable_list& gradients,
   return mask;
 }
 
-Path PipelineBackward::path_for(const variable_list& gradients) const {
-  bool is_direct = !is_watched();
-  for (const at::Tensor& gradient : gradients) {
-    if (!gradient.defined()) continue;
-    is_direct &= is_plain(gradient);
+namespace {
+
+/// Throws c10::NotImplementedError for a gradient with a tangent.
+void check_tangents(const variable_list& gradients) {
+  for (const at::Tensor& gradient : gradients)
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !has_tangent(gradient),
+        !gradient.defined() || !has_tangent(gradient),
         "pipeline: expected gradients without a tangent, got one under forward-mode "
         "differentiation. Use torch.func.jvp of torch.func.vjp, which differentiate the "
         "composite form.");
-  }
-  return is_direct ? path_ : Path::dispatch;
 }
-
-namespace {
 
 /// Saved tensors of a run that serve several slots. Each is unpacked once and held until its last
 /// slot is dropped.
@@ -236,8 +232,9 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   if (std::find(mask.given.begin(), mask.given.end(), true) == mask.given.end())
     return variable_list(plan.gradients.size());  // for undefined gradients, undefined ones
   const auto backward = backward_plan(plan, mask);
+  check_tangents(gradients);
   Session session(
-      plan, path_for(gradients), backward->steps,
+      plan, path_, backward->steps,
       {.gradients = gradients, .workspaces = workspaces_, .state = state_, .buffers = buffers_});
   Frame& frame = session.frame();
   for (const auto& [codes, sizes] : numbers_) frame.note_sizes(codes, sizes);

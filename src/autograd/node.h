@@ -68,7 +68,6 @@ class PipelineBackward final : public torch::autograd::Node {
   template <typename Unpack>
   Tensors run(const Tensors& gradients, const std::vector<bool>& asked, bool keep, Unpack&& unpack);
   Tensors refuse_double_backward(const Tensors& gradients, Tensors results);
-  Path path_for(const Tensors& gradients) const;
   Slot save_value(Value value, const at::Tensor& tensor, Saving& saving);
   Slot save_tensor(const at::Tensor& tensor, bool is_argument, Saving& saving);
   /// The slots of the kept value with this index.

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "autograd/direct.h"
 #include "kernel_ops/framework/memory.h"
 #include "kernel_ops/weights/weights.h"
 
@@ -81,6 +82,15 @@ at::Tensor dense(const at::Tensor& gradient) {
   return copy;
 }
 
+/// The path of backward: kernels read dense tensors, unless a mode must see what they compute.
+Path path_for(Path forward, at::TensorList gradients) {
+  const bool is_direct =
+      !is_watched() && std::ranges::all_of(gradients, [](const at::Tensor& each) {
+        return !each.defined() || is_plain(each);
+      });
+  return is_direct ? forward : Path::dispatch;
+}
+
 void check_no_nan(Frame& frame, const Step& step) {
   for (const Value value : step.writes) {
     if (!exists(value) || frame.type(value).format != Format::plain ||
@@ -134,10 +144,10 @@ Session::Session(const Plan& plan, Path path, const Arguments& arguments) : Sess
 
 Session::Session(const Plan& plan, Path path, const Steps& backward,
                  const BackwardArguments& arguments)
-    : Session(plan, path) {
+    : Session(plan, path_for(path, arguments.gradients)) {
   for (size_t i = 0; i < plan.output_gradients.size(); ++i)
     if (const Value gradient = plan.output_gradients[i]; exists(gradient))
-      frame_.tensor(gradient) = path == Path::direct && !backward.empty()
+      frame_.tensor(gradient) = frame_.path() == Path::direct && !backward.empty()
                                     ? dense(arguments.gradients[i])
                                     : arguments.gradients[i];
   for (size_t i = 0; i < arguments.workspaces.size(); ++i)

@@ -27,8 +27,9 @@ class Session {
     at::TensorList workspaces, state;
     const Buffers& buffers;
   };
-  /// Holds the arguments of backward, to run these steps. Throws c10::ValueError if a buffer that
-  /// they mutate is undefined.
+  /// Holds the arguments of backward, to run these steps. `path`: that of forward, from which
+  /// gradients that kernels cannot read lead to the dispatcher. Throws c10::ValueError if a buffer
+  /// that the steps mutate is undefined.
   Session(const Plan& plan, Path path, const Steps& backward, const BackwardArguments& arguments);
 
   const Plan& plan() const { return plan_; }

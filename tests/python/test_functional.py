@@ -266,6 +266,26 @@ def test_gradients_are_checked_before_any_work(recipe):
     assert functional.linear_backward(context, torch.ones(17, 48))["weight"].isfinite().all()  # nothing has run before
 
 
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.tensor(1j).conj().imag.expand(4, 8),
+        torch._neg_view(torch.randn(4, 8)),
+        torch.randn(4, 8, dtype=torch.complex64).conj().imag,
+        torch.randn(8, 4).t(),
+        torch.randn(4, 16)[:, ::2],
+        torch.randn(8).expand(4, 8),
+    ],
+    ids=["negative, expanded", "negative", "negative, stepped", "transposed", "stepped", "expanded"],
+)
+def test_layouts_of_gradients(gradient):
+    args = functional.LinearArgs(inp=torch.randn(4, 8), weight=torch.randn(8, 8))
+    context = functional.linear_setup_context(args, functional.linear_forward(args))
+    found, dense = (functional.linear_backward(context, each, retain=True) for each in (gradient, torch.empty(4, 8).copy_(gradient)))
+    assert_close(found, dense, rtol=1e-5, atol=1e-5)
+    assert_close(found["inp"], gradient @ args.weight, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("groups", [None, MXFP8])
 def test_gradients_of_groups_are_checked(groups):
     args = functional.GroupedLinearArgs(inp=torch.randn(9, 64), m_splits=[4, 5], weights=[torch.randn(48, 64)] * 2, recipe=groups)
