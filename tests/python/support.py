@@ -80,7 +80,7 @@ OPS = {
     "Quantize": (lambda **_: ops.Quantize(), lambda x: x * 1),
     "ConstantScale": (lambda **_: ops.ConstantScale(-1.5), lambda x: x * -1.5),
     "Reshape": (lambda **_: ops.Reshape((-1, 4)), lambda x: x.reshape(-1, 4)),
-    "Dropout of almost nothing": (lambda **_: ops.Dropout(1e-9), lambda x: x * 1),
+    "Dropout of almost nothing": (lambda **_: ops.Dropout(1e-14), lambda x: x * 1),
     "Dropout 1": (lambda **_: ops.Dropout(1.0), lambda x: x * 0),
 }
 

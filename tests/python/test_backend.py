@@ -357,6 +357,12 @@ def test_autocast_rounds_for_products_alone(x, function, between, rest):
     assert_close(gradient, wanted, rtol=2e-2, atol=2e-2)
 
 
+def test_results_of_another_dtype_are_an_error(x, monkeypatch):
+    monkeypatch.setattr("tandem.backend.place.FOLLOW_AUTOCAST", (ops.Linear, ops.LayerNorm))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=r"tandem: expected results of dtypes \[.*\], as in the graph, got \[.*\]. Exclude their modules, and report it."):
+        compiled(Wide(nn.LayerNorm(HIDDEN)))(x)
+
+
 @pytest.mark.parametrize("low", [None, recipe.DelayedScaling(), recipe.MXFP8BlockScaling()], ids=["no recipe", "DelayedScaling", "MXFP8BlockScaling"])
 def test_training_after_inference(low):
     """What a first call under inference mode makes, later calls save for backward."""
