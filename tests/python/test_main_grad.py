@@ -236,5 +236,7 @@ def test_a_module_at_two_places_overwrites_once_and_a_tensor_at_two_is_refused()
     ((tanh_gelu(x @ weight.t())) @ weight.t()).sum().backward()
     assert_close(first.weight.main_grad, weight.grad)
     second.weight = first.weight
-    with pytest.raises(RuntimeError, match=r"expected a weight with overwrite_main_grad at one place of a pipeline, got one at two: .*\. Set main_grad to zero instead"):
-        ops.Sequential(first, second)(x)
+    for delays in ((False, False), (True, False), (False, True), (True, True)):
+        first.delay_wgrad_compute, second.delay_wgrad_compute = delays
+        with pytest.raises(RuntimeError, match=r"expected a weight with overwrite_main_grad at one place of a pipeline, got one at two: .*\. Set main_grad to zero instead"):
+            ops.Sequential(first, second)(x)

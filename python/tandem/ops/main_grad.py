@@ -18,9 +18,7 @@ def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
     parameter has no `main_grad`."""
     if not torch.is_grad_enabled():
         return (None,) * len(places)
-    is_first = in_first_microbatch()
     found: list[Mode] = []
-    overwriting: list[Any] = []
     for module, name in places:
         param, op = getattr(module, name), type(module).__name__
         if not param.requires_grad:
@@ -30,16 +28,23 @@ def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
         dummy = "none"
         if hasattr(param, "grad_added_to_main_grad"):  # the framework's hook runs only if backward returns a gradient
             dummy = "zeros" if getattr(param, "zero_out_wgrad", False) else "empty"
-        overwrites = is_first or bool(getattr(param, "overwrite_main_grad", False))
-        if overwrites:
-            if any([param is other for other in overwriting]):
-                raise RuntimeError(
-                    f"{op}: expected a weight with overwrite_main_grad at one place of a pipeline, got one at two: the gradient of one place would "
-                    "take that of the other away. Set main_grad to zero instead."
-                )
-            overwriting.append(param)
-        found.append((dummy, overwrites))
+        found.append((dummy, is_overwritten(param)))
     return tuple(found)
+
+
+def is_overwritten(param: Any) -> bool:
+    """Whether the next gradient overwrites the parameter's `main_grad`."""
+    return in_first_microbatch() or bool(getattr(param, "overwrite_main_grad", False))
+
+
+def check_overwritten_once(weights: Sequence[tuple[str, Any]]) -> None:
+    """Raises RuntimeError if a weight is given twice. `weights`: the class of an op, and a weight whose `main_grad` it overwrites."""
+    for at, (op, weight) in enumerate(weights):
+        if any([weight is other for _, other in weights[:at]]):
+            raise RuntimeError(
+                f"{op}: expected a weight with overwrite_main_grad at one place of a pipeline, got one at two: the gradient of one place would "
+                "take that of the other away. Set main_grad to zero instead."
+            )
 
 
 def in_first_microbatch() -> bool:

@@ -188,8 +188,11 @@ class Prepared:
                     f"grad_added_to_main_grad and zero_out_wgrad, as accumulate_into_main_grad=True asks, got {len(alike)} kinds. Set them for all."
                 )
         delayed = [index for index in self._delaying if any(self._delayed_params(index))] if torch.is_grad_enabled() else ()
-        into_main_grad = any([self.basic_ops[index].accumulate_into_main_grad for index in delayed])
-        return Modes(found, tuple(delayed), is_first=into_main_grad and main_grad.in_first_microbatch())
+        later = [self.basic_ops[index] for index in delayed if self.basic_ops[index].accumulate_into_main_grad]
+        overwritten = [(type(module).__name__, getattr(module, name)) for (module, name), mode in zip(self.main_grad_places, found, strict=False) if mode and mode[1]]
+        overwritten += [(op._get_name(), weight) for op in later for weight in op._weights() if weight.requires_grad and main_grad.is_overwritten(weight)]
+        main_grad.check_overwritten_once(overwritten)
+        return Modes(found, tuple(delayed), is_first=bool(later) and main_grad.in_first_microbatch())
 
     def _delayed_params(self, index: int) -> Iterator[bool]:
         return (weight.requires_grad for weight in self.basic_ops[index]._weights())
