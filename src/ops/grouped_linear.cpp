@@ -21,7 +21,9 @@ const GroupedLinearOptions& options_of(const Call& call) {
 }
 
 /// Returns the tensor that the step writes: memory of the frame, or a tensor of the caller.
-Tensor target_of(Call& call, const char* name, at::IntArrayRef sizes, const Tensor& like) {
+/// `is_gradient`: whether autograd gets the tensor as a gradient.
+Tensor target_of(Call& call, const char* name, bool is_gradient, at::IntArrayRef sizes,
+                 const Tensor& like) {
   if (call.step().mutates.empty()) return call.frame().allocate(sizes, like.scalar_type(), like);
   const Tensor& given = call.mutated(0);
   TORCH_CHECK_VALUE(
@@ -44,6 +46,9 @@ Tensor target_of(Call& call, const char* name, at::IntArrayRef sizes, const Tens
   }
   at::TensorImpl* impl = given.unsafeGetTensorImpl();
   impl->bump_version();  // nothing else does so below autograd
+  // A leaf keeps a gradient that nobody else holds as its `grad`, which later gradients are added
+  // to: it must see that the caller holds this one.
+  if (is_gradient) return given;
   // The alias shares the version counter of the caller's tensor, so that later writes are detected.
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(),
                                                   /*allow_tensor_metadata_change=*/true));
@@ -83,7 +88,7 @@ Tensor multiply_groups(Call& call, const Tensor& x, const Tensor& splits,
   }
   const auto offsets = group_offsets(splits, groups, rows.size(0));
   const int64_t features = weights.matrices[0].size(transposed ? 0 : 1);
-  const Tensor y = target_of(call, target, sizes_like(x, features), x);
+  const Tensor y = target_of(call, target, !transposed, sizes_like(x, features), x);
   call.took(kernel_ops::product_of_groups(rows, offsets, weights, biases, transposed, quantizer,
                                           y.dim() == 2 ? y : y.view({rows.size(0), features})));
   return y;

@@ -305,6 +305,18 @@ def test_the_output_and_the_gradient_of_the_input_are_written_into_tensors_of_th
         assert module(x, splits, output=y).data_ptr() == y.data_ptr()
 
 
+def test_a_leaf_does_not_keep_the_caller_s_tensor_as_its_gradient():
+    module, splits, x, grad_x = made(), torch.tensor([3, 0, 5, 1]), rows_of(), torch.empty(9, 6)
+    gradients = [torch.randn(9, 5) for _ in range(3)]
+    expected = [torch.autograd.grad(module(x, splits), x, gradient)[0] for gradient in gradients]
+    y = module(x, splits, grad_input=grad_x)
+    y.backward(gradients[0], retain_graph=True)
+    y.backward(gradients[1])
+    module(x, splits, grad_input=grad_x).backward(gradients[2])
+    assert_close(x.grad, sum(expected))
+    assert_close(grad_x, expected[2])
+
+
 def test_tensors_of_the_caller_in_a_pipeline():
     first, last = made(out_features=8), made(in_features=4)
     box, splits, x = ops.Sequential(first, ops.SwiGLU(), last), torch.tensor([3, 0, 5, 1]), rows_of()
