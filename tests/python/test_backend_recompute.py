@@ -90,6 +90,36 @@ def test_a_recipe_with_state_sees_one_step(x, use_reentrant, outside):
         assert torch.equal(kept, computed)
 
 
+class Cast(nn.Module):
+    """A part with a region of torch.autocast, which holds the last value that backward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def body(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.b(torch.relu(self.a(x)))
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_regions_of_autocast_end_in_a_recompute(x, is_inside):
+    """Otherwise torch never empties its cache of weights, and all code under autocast reads those of before the optimizer's step."""
+    compiled, plain = tandem.compile(Cast()), nn.Linear(SIZE, SIZE)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+            compiled(x).float().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain(x)
+    plain.weight.data.zero_()
+    plain.bias.data.zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not plain(x).any()
+
+
 seen = []
 
 

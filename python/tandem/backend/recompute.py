@@ -96,11 +96,22 @@ class _Again(AbstractContextManager[None]):
         self._outer = _here.made_before
         if self.inside is not None:
             _here.made_before = iter(self.inside)
+        self._nesting = _autocast_nesting()
         _C.enter_recompute(self.region, self)
 
     def __exit__(self, *_: object) -> None:
         _C.exit_autocast(self)
+        # torch stops a recompute when it has all that backward reads. In a graph torch.autocast ends by a call, which is then not reached.
+        for _left in range(_autocast_nesting() - self._nesting):
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
         _here.made_before = self._outer
+
+
+def _autocast_nesting() -> int:
+    """The number of torch.autocast's regions that this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 @contextlib.contextmanager
