@@ -390,6 +390,8 @@ def test_errors_of_fields():
         (functional.LinearArgs(**(of_linear | {"inp": [1]})), TypeError, "LinearArgs: expected inp to be a tensor, got list"),
         (functional.LinearArgs(**(of_linear | {"weight": None})), TypeError, "LinearArgs: expected weight to be a tensor, got NoneType"),
         (functional.LinearArgs(**of_linear, recipe="fp8"), TypeError, "LinearArgs: expected recipe to be a recipe of tandem.recipe or None, got str"),
+        (functional.LinearArgs(**of_linear, main_grads={"weight": [weight] * 2}), ValueError, "LinearArgs: expected main_grads of weight to be one tensor for each weight, 1 in all, got 2. Pass a list"),
+        (functional.LinearArgs(**of_linear, main_grads={"weight": "w"}), TypeError, "LinearArgs: expected main_grads of weight to be a tensor, got str. Pass one."),
         (functional.LinearArgs(**of_linear, main_grads={"wieght": weight}), ValueError, "LinearArgs: expected main_grads to name some of weight, got 'wieght'"),
     ]
     for args, kind, text in cases:

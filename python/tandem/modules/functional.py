@@ -224,8 +224,16 @@ class _Call:
         options, absorbed = dict(options), []
         if operands and (main_grad := self.args.main_grads.get(operands[0][0][0])) is not None:
             options |= {"accumulate_into_main_grad": True, "overwrite_main_grad": self.args.overwrite_main_grad}
-            tensors = [main_grad] if isinstance(main_grad, torch.Tensor) else list(main_grad)
-            absorbed = places[: len(tensors)]
+            tensors = list(main_grad) if isinstance(main_grad, (list, tuple)) else [main_grad]
+            weight = operands[0][0][0]
+            for tensor in tensors:
+                self.check_tensor(tensor, f"main_grads of {weight}")
+            absorbed = [place for place, ((name, _), _) in zip(places, operands, strict=True) if name == weight]
+            if len(tensors) != len(absorbed):
+                raise ValueError(
+                    f"{type(self.args).__name__}: expected main_grads of {weight} to be one tensor for each weight, {len(absorbed)} in all, got {len(tensors)}. "
+                    "Pass a list of them."
+                )
             self.buffers += tensors
         forward, backward = _C.quantize_slots(op, json.dumps(options))
         state = (0, *self.slots) if forward + backward else None
