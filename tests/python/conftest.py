@@ -12,6 +12,8 @@ def _same_start():
     torch.manual_seed(20240)
     yield
     assert tandem._C.active_recipe() is None, "a test left an autocast region open"
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0, "a test left a region of torch.autocast open"
 
 
 @pytest.fixture

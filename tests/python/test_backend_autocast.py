@@ -63,3 +63,18 @@ def test_results_of_another_dtype_are_an_error(x, monkeypatch):
     monkeypatch.setattr("tandem.backend.place.FOLLOW_AUTOCAST", (ops.Linear, ops.LayerNorm))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=r"tandem: expected results of dtypes \[.*\], as in the graph, got \[.*\]. Exclude their modules, and report it."):
         compiled(Wide(nn.LayerNorm(HIDDEN)))(x)
+
+
+def test_regions_end_behind_an_error(x):
+    """Code of Dynamo alone leaves torch's count of regions as it is, and with it a cache of cast weights that no step of an optimizer reaches."""
+
+    def read(x, row):
+        with torch.autocast("cpu", torch.bfloat16):
+            return product(x)[:, row]
+
+    product, own = nn.Linear(HIDDEN, HIDDEN), tandem.compile(read)
+    own(x, torch.tensor([4]))
+    with pytest.raises(IndexError):
+        own(x, torch.tensor([5]))
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()

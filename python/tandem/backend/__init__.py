@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tandem.backend import recompute
-from tandem.backend.autocast import note_autocast
+from tandem.backend.autocast import ends_autocast, note_autocast
 from tandem.backend.loss import kept_results, prepare_losses
 from tandem.backend.match import find
 from tandem.backend.normalise import checkpointed
@@ -40,7 +40,7 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
     reports = [_replace(part, caller, chosen) for caller, part in (*checkpointed(graph), (None, graph))]
     recompute.put(graph)
     warn_of_high_precision(reports, chosen, inputs, options or {})
-    return noting(runner(graph, chosen.rest), graph, reports, chosen)
+    return noting(ends_autocast()(runner(graph, chosen.rest)), graph, reports, chosen)
 
 
 def _replace(graph: GraphModule, caller: Node | None, options: Options) -> Report:
@@ -56,6 +56,3 @@ def _replace(graph: GraphModule, caller: Node | None, options: Options) -> Repor
     report.calls = put(graph, made, terms, options)
     note(graph, report)
     return report
-
-
-__all__ = ["Options", "backend"]

@@ -1,11 +1,14 @@
-"""Marks the nodes of a graph that run under torch.autocast. Only under it does torch multiply operands of different dtypes."""
+"""The regions of torch.autocast in a graph. Only in them does torch multiply operands of different dtypes."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
 
-from tandem.backend.recompute import is_recomputed
+from tandem.backend.normalise import is_recomputed
 
 
 def note_autocast(graph: GraphModule, is_on: bool) -> None:
@@ -26,3 +29,16 @@ def note_autocast(graph: GraphModule, is_on: bool) -> None:
         elif is_recomputed(node):
             note_autocast(graph.get_submodule(node.args[0].target), is_on)
         node.meta["is_autocast"] = is_on
+
+
+@contextlib.contextmanager
+def ends_autocast() -> Iterator[None]:
+    """Ends regions of torch.autocast that the body leaves open: in a graph a call ends them, which an error or the early end of a recompute skips."""
+    first = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _left in range(first, torch.autocast_increment_nesting() + 1):  # also the one that counts
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()

@@ -17,8 +17,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
-from tandem.backend.recompute import is_recomputed
-
 
 class Term(NamedTuple):
     """An operation of the vocabulary on nodes and numbers."""
@@ -176,6 +174,11 @@ def computed_of(nodes: Iterable[Node], reads: Callable[[Node], Iterable[Node]] =
             seen.add(node)
             yield node
             ahead += reads(node)
+
+
+def is_recomputed(node: Node) -> bool:
+    """Whether a node is Dynamo's call of a part that backward recomputes."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 
 
 def checkpointed(graph: GraphModule) -> Iterator[tuple[Node, GraphModule]]:

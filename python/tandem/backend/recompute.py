@@ -8,23 +8,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.utils.checkpoint
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from tandem import _C
+from tandem.backend.autocast import ends_autocast
+from tandem.backend.normalise import is_recomputed
 from tandem.recipe import Recipe
 from tandem.regions.autocast import autocast
 
-_NAMES = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _OPTIONS = {"determinism_check", "debug", "preserve_rng_state"}  # options of torch's checkpoint that have an effect here
-
-
-def is_recomputed(node: Node) -> bool:
-    """Whether a node is Dynamo's call of a part that backward recomputes."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in _NAMES
 
 
 class Recomputed(torch.nn.Module):
@@ -70,7 +65,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class _First(AbstractContextManager[None]):
+class _First(contextlib.AbstractContextManager[None]):
     """The context of forward: it records the outer region and the regions of the part's pipelines."""
 
     def __init__(self) -> None:
@@ -86,7 +81,7 @@ class _First(AbstractContextManager[None]):
             self._outer += self.regions
 
 
-class _Again(AbstractContextManager[None]):
+class _Again(contextlib.AbstractContextManager[None]):
     """The context of a recompute: it enters a region of forward; with `inside` the outer one, in which pipelines then enter the regions `inside`."""
 
     def __init__(self, region: Any, inside: list[Any] | None = None) -> None:
@@ -96,22 +91,14 @@ class _Again(AbstractContextManager[None]):
         self._outer = _here.made_before
         if self.inside is not None:
             _here.made_before = iter(self.inside)
-        self._nesting = _autocast_nesting()
+        self._autocast = ends_autocast()
+        self._autocast.__enter__()
         _C.enter_recompute(self.region, self)
 
     def __exit__(self, *_: object) -> None:
         _C.exit_autocast(self)
-        # torch stops a recompute when it has all that backward reads. In a graph torch.autocast ends by a call, which is then not reached.
-        for _left in range(_autocast_nesting() - self._nesting):
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
+        self._autocast.__exit__(None, None, None)  # torch stops a recompute when it has all that backward reads
         _here.made_before = self._outer
-
-
-def _autocast_nesting() -> int:
-    """The number of torch.autocast's regions that this thread is in."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 @contextlib.contextmanager
