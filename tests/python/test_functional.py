@@ -160,6 +160,14 @@ def test_activations_of_modules_are_gone_after_backward(case, retain):
         assert count() == 0
 
 
+@pytest.mark.parametrize("absent", ["fc1_bias", "fc2_bias"])
+def test_one_product_without_bias(absent):
+    module, args, tensors = layernorm_mlp()
+    torch.nn.init.normal_(module.get_parameter("fc1_bias" if absent == "fc2_bias" else "fc2_bias"))
+    results, _, gradients = run("layernorm_mlp", args(inp=torch.ones(4, 32), **{name: each.detach() for name, each in tensors.items() if name != absent}), torch.ones(4, 32))
+    assert torch.equal(results.y, module(torch.ones(4, 32))) and absent not in gradients and len(gradients) == 6
+
+
 def test_groups():
     module = tandem.GroupedLinear(3, 32, 16)
     x, splits = torch.randn(40, 32, requires_grad=True), [10, 0, 30]
@@ -238,9 +246,9 @@ def test_errors():
         functional.linear_backward(context, torch.ones(4, 6))
     with pytest.raises(ValueError, match=r"LinearArgs: expected needs_grad to name some of inp, weight, got 'weigth'"):
         functional.linear_forward(functional.LinearArgs(inp=x, weight=weight, needs_grad=["weigth"]))
-    with pytest.raises(ValueError, match=r'LayerNormLinearArgs: expected normalization "LayerNorm" or "RMSNorm", got \'Norm\''):
+    with pytest.raises(ValueError, match=r'LayerNormLinear: expected normalization "LayerNorm" or "RMSNorm", got \'Norm\''):
         functional.layernorm_linear_forward(functional.LayerNormLinearArgs(inp=x, weight=weight, layer_norm_weight=ones, normalization="Norm"))
-    with pytest.raises(ValueError, match=r"LayerNormLinearArgs: expected layer_norm_bias of a LayerNorm, got None"):
+    with pytest.raises(TypeError, match="LayerNormLinearArgs: expected layer_norm_bias to be a tensor, got NoneType. Pass one."):
         functional.layernorm_linear_forward(functional.LayerNormLinearArgs(inp=x, weight=weight, layer_norm_weight=ones))
     normed = functional.LayerNormLinearArgs(inp=x, weight=weight, layer_norm_weight=ones, layer_norm_bias=torch.zeros(8))
     other = functional.layernorm_linear_forward(normed)
@@ -248,6 +256,8 @@ def test_errors():
         functional.linear_setup_context(args, other)
     with pytest.raises(ValueError, match=r"backward: expected 1 gradients, one per output, got 2"):
         context._inner.backward([torch.ones(4, 6), None], False)
+    with pytest.raises(ValueError, match="backward: expected a gradient of y alone, as no output of a norm was returned, got grad_layernorm_output"):
+        functional.backward(context, torch.ones(4, 6), torch.ones(4, 8))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

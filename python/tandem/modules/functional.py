@@ -1,8 +1,8 @@
 """The modules as functions on argument structs, without a module and without autograd. All state is passed in and returned.
 
-Each module has three functions: `*_forward(args)` computes y, `*_setup_context(args, results)` collects what backward needs, and
-`*_backward(context, gradients)` returns the gradients by the names of the fields of `args`. The functions run the plan of the module's pipeline:
-they run equal steps with equal fusions, and results are equal bit by bit.
+`forward(args)` computes y, `setup_context(args, results)` collects what backward needs, and `backward(context, gradients)` returns the gradients by the
+names of the fields of `args`. The class of `args` says which module is meant; `linear_forward` and so on are other names of these functions. They run the
+plan of the module's pipeline: equal steps with equal fusions, with results that are equal bit by bit.
 
 Neither outputs nor saved tensors share memory with an argument: the setup takes the arguments from `args`. It raises ValueError if an argument that
 backward reads is not the tensor that forward received, or was written since forward; backward raises it if one was written since the setup. The last
@@ -11,32 +11,36 @@ step of backward that reads a saved tensor releases it.
 >>> import torch
 >>> from tandem.modules import functional
 >>> args = functional.LinearArgs(inp=torch.randn(3, 4), weight=torch.randn(2, 4), bias=torch.zeros(2))
->>> results = functional.linear_forward(args)
->>> context = functional.linear_setup_context(args, results)
->>> gradients = functional.linear_backward(context, torch.ones(3, 2))
+>>> results = functional.forward(args)
+>>> context = functional.setup_context(args, results)
+>>> gradients = functional.backward(context, torch.ones(3, 2))
 >>> results.y.shape, {name: tuple(gradient.shape) for name, gradient in gradients.items()}
 (torch.Size([3, 2]), {'inp': (3, 4), 'weight': (2, 4), 'bias': (2,)})
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 
 from tandem import _C
-from tandem.ops.arguments import flag
-from tandem.ops.collective import collectives
-from tandem.ops.library import class_of
+from tandem.modules.layer_norm_linear import LayerNormLinear
+from tandem.modules.layer_norm_mlp import LayerNormMLP
+from tandem.modules.linear import Linear
+from tandem.ops.buffers import Modes
+from tandem.ops.grouped_linear import GroupedLinear
+from tandem.ops.linear import BasicLinear, Bias
+from tandem.ops.places import Place, places
+from tandem.ops.run import OpRun
+from tandem.ops.unit import Unit
+from tandem.quantized.init import quantized_model_init
 from tandem.recipe import Recipe
 from tandem.recipe.base import check_recipe
 
-_NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
 Field = tuple[str, int]  # a tensor in the arguments: name of the field, and index in it if the field is a list, else -1
 
 
@@ -63,6 +67,24 @@ class _Args:
     main_grads: Mapping[str, torch.Tensor] = field(default_factory=dict)
     overwrite_main_grad: bool = False
 
+    def _module(self) -> Unit:
+        """A module of these options on the meta device, of any sizes, with all biases."""
+        raise NotImplementedError
+
+    def _extra_inputs(self) -> list[torch.Tensor]:
+        """Inputs besides `inp`, for which no gradient is returned."""
+        return []
+
+    def _norm(self: Any) -> dict[str, Any]:
+        """The options of a norm, as modules take them."""
+        if self.normalization == "RMSNorm" and self.layer_norm_bias is not None:
+            raise ValueError(f"{type(self).__name__}: expected layer_norm_bias=None with RMSNorm, which adds none, got a tensor. Leave it out, or use LayerNorm.")
+        return {name: getattr(self, name) for name in ("normalization", "eps", "zero_centered_gamma", "return_layernorm_output")}
+
+    def _parallel(self: Any) -> dict[str, Any]:
+        """The options of a module whose weights ranks share."""
+        return {"tp_group": self.tp_group, "sequence_parallel": self.sequence_parallel, "device": "meta", "init_method": _undrawn}
+
 
 @dataclass(kw_only=True, slots=True)
 class LinearArgs(_Args):
@@ -84,6 +106,9 @@ class LinearArgs(_Args):
     sequence_parallel: bool = False
     save_original_input: bool = False
 
+    def _module(self) -> Unit:
+        return Linear(*_sizes(self.tp_group), parallel_mode=self.parallel_mode, save_original_input=self.save_original_input, **self._parallel())
+
 
 @dataclass(kw_only=True, slots=True)
 class LayerNormLinearArgs(LinearArgs):
@@ -101,6 +126,9 @@ class LayerNormLinearArgs(LinearArgs):
     eps: float = 1e-5
     zero_centered_gamma: bool = False
     return_layernorm_output: bool = False
+
+    def _module(self) -> Unit:
+        return LayerNormLinear(*_sizes(self.tp_group), parallel_mode=self.parallel_mode, **self._norm(), **self._parallel())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,6 +162,10 @@ class LayerNormMLPArgs(_Args):
     tp_group: Any = None
     sequence_parallel: bool = False
 
+    def _module(self) -> Unit:
+        options = {name: getattr(self, name) for name in ("activation", "activation_params", "checkpoint")} | self._norm() | self._parallel()
+        return LayerNormMLP(*_sizes(self.tp_group), set_parallel_mode=self.tp_group is not None, output_layer_init_method=_undrawn, **options)
+
 
 @dataclass(kw_only=True, slots=True)
 class GroupedLinearArgs(_Args):
@@ -154,6 +186,31 @@ class GroupedLinearArgs(_Args):
     main_grads: Mapping[str, Any] = field(default_factory=dict)
     _splits: tuple[Sequence[int], torch.Tensor] | None = field(default=None, init=False, repr=False, compare=False)  # as forward read them
 
+    def _module(self) -> Unit:
+        if not self.weights:
+            raise ValueError("GroupedLinearArgs: expected weights to be one matrix for each group, got none. Pass them.")
+        return GroupedLinear(len(self.weights), 1, 1, bias=self.biases is not None, device="meta")
+
+    def _extra_inputs(self) -> list[torch.Tensor]:
+        if isinstance(self.m_splits, torch.Tensor):
+            return [self.m_splits]
+        try:
+            rows_of_groups = [operator.index(rows) for rows in self.m_splits]
+        except TypeError:
+            raise TypeError(f"GroupedLinearArgs: expected m_splits to be integers, the rows of each group, got {self.m_splits!r}. Convert them.") from None
+        if self._splits is None or self._splits[0] != rows_of_groups:
+            self._splits = rows_of_groups, torch.tensor(rows_of_groups, dtype=torch.int64)
+        return [self._splits[1]]
+
+
+def _undrawn(weight: torch.Tensor) -> None:
+    """Leaves a weight without memory as it is. To draw one, torch loads Dynamo, which takes seconds."""
+
+
+def _sizes(group: Any) -> tuple[int, int]:
+    """The least sizes of a weight that the ranks of a group can share."""
+    return (1, 1) if group is None else (group.size(), group.size())
+
 
 class Results(NamedTuple):
     """The results of forward, of which the setup takes all but y."""
@@ -167,7 +224,7 @@ class Results(NamedTuple):
 
 
 class Context:
-    """What backward needs. The functions `*_setup_context` of `tandem.modules.functional` create it."""
+    """What backward needs. `setup_context` creates it."""
 
     def __init__(self, inner: _C.PlainContext, call: _Call) -> None:
         """Wraps the context of the library, and notes which field each gradient belongs to."""
@@ -186,202 +243,150 @@ class Context:
 Gradient = torch.Tensor | None | list[torch.Tensor | None]
 
 
+class _Ops(NamedTuple):
+    """The ops of a module as a text, and the fields of the arguments that are their operands."""
+
+    text: str
+    params: tuple[Field, ...]  # in the order of the gradients
+    main_grads: tuple[str, ...]  # for each weight whose gradient backward adds to a tensor of the caller, its field
+    outputs: int
+
+
+_known: dict[Any, _Ops] = {}
+_MOST_KNOWN = 64  # arguments with process groups may have new options for ever
+
+
+def _ops_of(args: _Args) -> _Ops:
+    """The ops of a module with the options of the arguments, which is built once, without memory."""
+    own = [each.name for each in fields(args) if each.name not in _Args.__dataclass_fields__]
+    key = (type(args), *map(_trait, [getattr(args, name) for name in own]), *sorted(args.main_grads), args.overwrite_main_grad)
+    if (found := _known.get(key)) is not None:
+        return found
+    with quantized_model_init(enabled=False):
+        module = args._module()
+    parts = [part for part in module.flat_ops() if not isinstance(part, Bias) or getattr(args, part._parameters.names["bias"]) is not None]
+    weights: set[str] = set()
+    for part in parts:
+        if isinstance(part, (BasicLinear, GroupedLinear)):
+            weight, _ = _field(next(places(part, "_parameters")))
+            part.accumulate_into_main_grad = weight in args.main_grads
+            weights.add(weight)
+    if unknown := set(args.main_grads) - weights:
+        raise ValueError(
+            f"{type(args).__name__}: expected main_grads to name some of {', '.join(sorted(weights))}, got {sorted(unknown)[0]!r}. Name fields that are "
+            "weights of products."
+        )
+    now = OpRun(parts).prepare()
+    modes = Modes(tuple([("none", args.overwrite_main_grad) for _ in now.main_grad_places]))
+    text, _ = now.ops_text((), None, modes, buffers=False, shared=False, name_instances=False)
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    made = _known[key] = _Ops(text, tuple(map(_field, now.places)), tuple([_field(place)[0] for place in now.main_grad_places]), now.num_outputs)
+    return made
+
+
+def _trait(value: Any) -> Any:
+    """What ops depend on of a field's value: of a tensor whether there is one, of a list its length."""
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    if isinstance(value, torch.distributed.ProcessGroup):  # a reference would keep it after its end
+        return value.group_name, value.size()
+    return repr(value) if isinstance(value, Mapping) else isinstance(value, torch.Tensor) or value
+
+
+def _field(place: Place) -> Field:
+    """The field that is a module's parameter: `weights[2]` for "weight2" of a grouped module."""
+    module, name = place
+    if not isinstance(module, GroupedLinear):
+        return name, -1
+    return ("weights", int(name[6:])) if name.startswith("weight") else ("biases", int(name[4:]))
+
+
 class _Call:
-    """The ops of a module's pipeline, their operands, and the field of the arguments that each operand is."""
+    """The operands of one call, and the field that each gradient belongs to."""
 
     def __init__(self, args: _Args) -> None:
-        self.args = args
-        self.entries: list[Any] = []
-        self.params: list[torch.Tensor] = []
-        self.inputs: list[torch.Tensor] = []
-        self.input_fields: list[Field | None] = []
-        self.param_fields: list[Field] = []
-        self.buffers: list[torch.Tensor] = []
-        self.outputs = 1
-        self.slots = [0, 0]
-        self.products: list[str] = []  # fields that are weights of products
-        check_recipe(type(args).__name__, args.recipe)
-
-    def check_tensor(self, value: object, name: str) -> None:
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{type(self.args).__name__}: expected {name} to be a tensor, got {type(value).__name__}. Pass one.")
-
-    def give(self, tensor: torch.Tensor, name: str | None) -> None:
-        """Adds an input, which is the field `name`; None: no gradient is returned for it."""
-        self.check_tensor(tensor, name or "m_splits")
-        self.inputs.append(tensor)
-        self.input_fields.append(None if name is None else (name, -1))
-
-    def add(self, op: str, options: Mapping[str, Any], operands: Sequence[tuple[Field, torch.Tensor]] = (), **more: Any) -> None:
-        """Adds an op with its parameters."""
-        for (name, element), tensor in operands:
-            self.check_tensor(tensor, name if element < 0 else f"{name}[{element}]")
-        if op in ("basic_linear", "grouped_linear"):
-            self.products.append(operands[0][0][0])
-        places = [*range(len(self.params), len(self.params) + len(operands))]
-        self.params += [tensor for _, tensor in operands]
-        self.param_fields += [name for name, _ in operands]
-        options, absorbed = dict(options), []
-        if operands and (main_grad := self.args.main_grads.get(operands[0][0][0])) is not None:
-            options |= {"accumulate_into_main_grad": True, "overwrite_main_grad": self.args.overwrite_main_grad}
-            tensors = list(main_grad) if isinstance(main_grad, (list, tuple)) else [main_grad]
-            weight = operands[0][0][0]
-            for tensor in tensors:
-                self.check_tensor(tensor, f"main_grads of {weight}")
-            absorbed = [place for place, ((name, _), _) in zip(places, operands, strict=True) if name == weight]
-            if len(tensors) != len(absorbed):
-                raise ValueError(
-                    f"{type(self.args).__name__}: expected main_grads of {weight} to be one tensor for each weight, {len(absorbed)} in all, got {len(tensors)}. "
-                    "Pass a list of them."
-                )
-            self.buffers += tensors
-        forward, backward = _C.quantize_slots(op, json.dumps(options))
-        state = (0, *self.slots) if forward + backward else None
-        self.slots = [self.slots[0] + forward, self.slots[1] + backward]
-        self.entries.append(_C.OpEntry(op=op, options=json.dumps(options), params=places, main_grads=absorbed, state=state, **more))
-
-    def add_parts(self, parts: Sequence[Any]) -> None:
-        """Adds ops without parameters, such as collectives."""
-        for part in parts:
-            self.add(part._kind, part._options())
-
-    def add_norm(self, args: Any, recompute: bool = False) -> None:
-        if args.normalization not in _NORMS:
-            raise ValueError(f'{type(args).__name__}: expected normalization "LayerNorm" or "RMSNorm", got {args.normalization!r}. Name one of them.')
-        operands = [(("layer_norm_weight", -1), args.layer_norm_weight)]
-        if args.normalization == "LayerNorm":
-            if args.layer_norm_bias is None:
-                raise ValueError(f"{type(args).__name__}: expected layer_norm_bias of a LayerNorm, got None. Pass it, or use RMSNorm.")
-            operands.append((("layer_norm_bias", -1), args.layer_norm_bias))
-        elif args.layer_norm_bias is not None:
-            raise ValueError(f"{type(args).__name__}: expected layer_norm_bias=None with RMSNorm, which adds none, got a tensor. Leave it out, or use LayerNorm.")
-        self.add(_NORMS[args.normalization], {"eps": args.eps, "zero_centered_gamma": args.zero_centered_gamma}, operands, recompute=recompute)
-        if args.return_layernorm_output:
-            self.outputs += 1
-            self.add("make_extra_output", {}, extra_outputs=[(None, True)])
-
-    def add_product(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        prefix: str = "",
-        after: Sequence[Any] = (),
-        recompute: bool = False,
-        saves_original: bool = False,
-    ) -> None:
-        self.add("basic_linear", {"save_original_input": saves_original}, [((f"{prefix}weight", -1), weight)], recompute=recompute)
-        self.add_parts(after)
-        if bias is not None:
-            self.add("bias", {}, [((f"{prefix}bias", -1), bias)], recompute=recompute)
-
-    @property
-    def fields(self) -> list[Field | None]:
-        """The field of each input and then of each parameter, in the order of the gradients."""
-        return [*self.input_fields, *self.param_fields]
-
-    @functools.cached_property
-    def asked(self) -> list[bool]:
-        needs = self.args.needs_grad
-        tensors = [*self.inputs, *self.params]
-        known = {name for name, _ in filter(None, self.fields)}
+        name = type(args).__name__
+        check_recipe(name, args.recipe)
+        ops = _ops_of(args)
+        inputs, params = [_tensor(args, ("inp", -1)), *args._extra_inputs()], [_tensor(args, each) for each in ops.params]
+        self.outputs = ops.outputs
+        self.fields: list[Field | None] = [("inp", -1), *[None] * (len(inputs) - 1), *ops.params]  # None: an input that has no gradient
+        needs, known = args.needs_grad, {each[0] for each in self.fields if each is not None}
         if unknown := set(needs or ()) - known:
             raise ValueError(
-                f"{type(self.args).__name__}: expected needs_grad to name some of {', '.join(sorted(known))}, got {sorted(unknown)[0]!r}. Name "
-                "fields that are tensors."
+                f"{name}: expected needs_grad to name some of {', '.join(sorted(known))}, got {sorted(unknown)[0]!r}. Name fields that are tensors."
             )
-        return [
-            place is not None and tensor.is_floating_point() and (needs is None or place[0] in needs)
-            for place, tensor in zip(self.fields, tensors, strict=True)
+        self.asked = [
+            each is not None and tensor.is_floating_point() and (needs is None or each[0] in needs)
+            for each, tensor in zip(self.fields, (*inputs, *params), strict=True)
         ]
-
-    def arguments(self) -> _C.PlainArguments:
-        args = self.args
-        if unknown := set(args.main_grads) - set(self.products):
-            raise ValueError(
-                f"{type(args).__name__}: expected main_grads to name some of {', '.join(self.products)}, got {sorted(unknown)[0]!r}. Name fields that are "
-                "weights of products."
-            )
-        workspaces = args.weight_workspaces
-        return _C.PlainArguments(
-            ops=_C.write_ops(self.entries),
+        self.arguments = _C.PlainArguments(
+            ops=ops.text,
             recipe="null" if args.recipe is None else args.recipe.to_json(),
-            inputs=self.inputs,
-            params=self.params,
+            inputs=inputs,
+            params=params,
             asked=self.asked,
-            workspaces=None if workspaces is None else list(workspaces),
+            workspaces=None if args.weight_workspaces is None else list(args.weight_workspaces),
             state=list(args.recipe_state),
-            buffers=self.buffers,
+            buffers=[tensor for weight in dict.fromkeys(ops.main_grads) for tensor in _main_grads(args, weight, ops.main_grads.count(weight))],
         )
 
 
-def _linear(args: LinearArgs) -> _Call:
-    call = _Call(args)
-    before, after, _ = collectives(type(args).__name__, args.parallel_mode, args.tp_group, args.sequence_parallel)
-    call.give(args.inp, "inp")
-    if isinstance(args, LayerNormLinearArgs):
-        call.add_norm(args)
-    call.add_parts(before)
-    call.add_product(args.weight, args.bias, after=after, saves_original=flag(type(args).__name__, "save_original_input", args.save_original_input))
-    return call
+def _main_grads(args: _Args, weight: str, count: int) -> list[torch.Tensor]:
+    """The tensors to which backward adds the gradients of the `count` weights in a field."""
+    given: Any = args.main_grads[weight]
+    tensors = [_checked(args, each, f"main_grads of {weight}") for each in (given if isinstance(given, (list, tuple)) else [given])]
+    if len(tensors) != count:
+        raise ValueError(
+            f"{type(args).__name__}: expected main_grads of {weight} to be one tensor for each weight, {count} in all, got {len(tensors)}. Pass a list of them."
+        )
+    return tensors
 
 
-def _layernorm_mlp(args: LayerNormMLPArgs) -> _Call:
-    call = _Call(args)
-    mode = None if args.tp_group is None else "column"
-    before, _, _ = collectives(type(args).__name__, mode, args.tp_group, args.sequence_parallel)
-    _, after, _ = collectives(type(args).__name__, mode and "row", args.tp_group, args.sequence_parallel)
-    call.give(args.inp, "inp")
-    call.add_norm(args, args.checkpoint)
-    call.add_parts(before)
-    call.add_product(args.fc1_weight, args.fc1_bias, "fc1_", recompute=args.checkpoint)
-    activation = class_of(args.activation)(**(args.activation_params or {}))
-    call.add(activation._kind, activation._options(), recompute=args.checkpoint)
-    call.add_product(args.fc2_weight, args.fc2_bias, "fc2_", after)
-    return call
+def _tensor(args: _Args, field: Field) -> torch.Tensor:
+    name, element = field
+    value = getattr(args, name)
+    return _checked(args, value, name) if element < 0 else _checked(args, value[element], f"{name}[{element}]")
 
 
-def _grouped_linear(args: GroupedLinearArgs) -> _Call:
-    call = _Call(args)
-    call.give(args.inp, "inp")
-    splits = args.m_splits
-    if not isinstance(splits, torch.Tensor):
-        try:
-            rows_of_groups = [operator.index(rows) for rows in splits]
-        except TypeError:
-            raise TypeError(f"GroupedLinearArgs: expected m_splits to be integers, the rows of each group, got {splits!r}. Convert them.") from None
-        if args._splits is None or args._splits[0] != rows_of_groups:
-            args._splits = rows_of_groups, torch.tensor(rows_of_groups, dtype=torch.int64)
-        splits = args._splits[1]
-    if not args.weights:
-        raise ValueError("GroupedLinearArgs: expected weights to be one matrix for each group, got none. Pass them.")
-    call.give(splits, None)
-    options = {"num_groups": len(args.weights), "bias": args.biases is not None}
-    operands = [(("weights", group), weight) for group, weight in enumerate(args.weights)]
-    operands += [(("biases", group), bias) for group, bias in enumerate(args.biases or ())]
-    call.add("grouped_linear", options, operands, extra_inputs=[None])
-    return call
+def _checked(args: _Args, value: Any, name: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{type(args).__name__}: expected {name} to be a tensor, got {type(value).__name__}. Pass one.")
+    return value
 
 
-def _forward(make: Callable[[Any], _Call], args: _Args) -> Results:
-    call = make(args)
-    outputs, saved, read, carried, workspaces = _C.plain_forward(call.arguments())
+def forward(args: _Args) -> Results:
+    """The results of the module whose arguments these are: y, and what `setup_context` takes."""
+    outputs, saved, read, carried, workspaces = _C.plain_forward(_Call(args).arguments)
     normed = outputs[1] if len(outputs) > 1 else None
     return Results(outputs[0], normed, None if args.weight_workspaces is None else workspaces, saved, carried, read)
 
 
-def _setup_context(make: Callable[[Any], _Call], args: _Args, results: Results) -> Context:
-    call = make(args)
+def setup_context(args: _Args, results: Results) -> Context:
+    """The context for `backward`. It raises ValueError if `results` do not belong to `args`."""
+    call = _Call(args)
     outputs = [results.y] if results.layernorm_output is None else [results.y, results.layernorm_output]
     workspaces = results.weight_workspaces or []
-    return Context(_C.PlainContext(call.arguments(), outputs, results.saved, results.read, results.carried, workspaces), call)
+    return Context(_C.PlainContext(call.arguments, outputs, results.saved, results.read, results.carried, workspaces), call)
 
 
-def _backward(
+def backward(
     context: Context, grad_y: torch.Tensor | None, grad_layernorm_output: torch.Tensor | None = None, *, retain: bool = False
 ) -> dict[str, Gradient]:
-    given = [grad_y, grad_layernorm_output][: context._outputs]
+    """The gradients by field, a list for a field that is a list; None for a gradient that is added to a `main_grad`.
+
+    Args:
+        context: the result of the setup.
+        grad_y: the gradient of y.
+        grad_layernorm_output: the gradient of the norm's output, if forward returned that.
+        retain: whether the context keeps its tensors for another call of backward, instead of releasing each after its last use.
+    """
+    if context._outputs == 1 and grad_layernorm_output is not None:
+        raise ValueError("backward: expected a gradient of y alone, as no output of a norm was returned, got grad_layernorm_output. Leave it out.")
     found: dict[str, Gradient] = {}
-    for place, asked, gradient in zip(context._fields, context._asked, context._inner.backward(given, retain), strict=True):
+    gradients = context._inner.backward([grad_y, grad_layernorm_output][: context._outputs], retain)
+    for place, asked, gradient in zip(context._fields, context._asked, gradients, strict=True):
         if place is None or not asked:
             continue
         name, element = place
@@ -392,75 +397,9 @@ def _backward(
     return found
 
 
-def linear_forward(args: LinearArgs) -> Results:
-    """y = inp weight^T + bias."""
-    return _forward(_linear, args)
-
-
-def linear_setup_context(args: LinearArgs, results: Results) -> Context:
-    """The context for `linear_backward`. It raises ValueError if `results` do not belong to `args`."""
-    return _setup_context(_linear, args, results)
-
-
-def linear_backward(context: Context, grad_y: torch.Tensor | None, *, retain: bool = False) -> dict[str, Gradient]:
-    """The gradients by field; None for a gradient that is added to a `main_grad`.
-
-    Args:
-        context: the result of the setup.
-        grad_y: the gradient of y.
-        retain: whether the context keeps its tensors for another call of backward, instead of releasing each after its last use.
-    """
-    return _backward(context, grad_y, retain=retain)
-
-
-def layernorm_linear_forward(args: LayerNormLinearArgs) -> Results:
-    """y = norm(inp) weight^T + bias."""
-    return _forward(_linear, args)
-
-
-def layernorm_linear_setup_context(args: LayerNormLinearArgs, results: Results) -> Context:
-    """As `linear_setup_context`."""
-    return _setup_context(_linear, args, results)
-
-
-def layernorm_linear_backward(
-    context: Context, grad_y: torch.Tensor | None, grad_layernorm_output: torch.Tensor | None = None, *, retain: bool = False
-) -> dict[str, Gradient]:
-    """As `linear_backward`; `grad_layernorm_output` is the gradient of the norm's output, if forward returned that."""
-    return _backward(context, grad_y, grad_layernorm_output, retain=retain)
-
-
-def layernorm_mlp_forward(args: LayerNormMLPArgs) -> Results:
-    """y = activation(norm(inp) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias."""
-    return _forward(_layernorm_mlp, args)
-
-
-def layernorm_mlp_setup_context(args: LayerNormMLPArgs, results: Results) -> Context:
-    """As `linear_setup_context`."""
-    return _setup_context(_layernorm_mlp, args, results)
-
-
-def layernorm_mlp_backward(
-    context: Context, grad_y: torch.Tensor | None, grad_layernorm_output: torch.Tensor | None = None, *, retain: bool = False
-) -> dict[str, Gradient]:
-    """As `layernorm_linear_backward`."""
-    return _backward(context, grad_y, grad_layernorm_output, retain=retain)
-
-
-def grouped_linear_forward(args: GroupedLinearArgs) -> Results:
-    """y_g = inp_g weights[g]^T + biases[g]."""
-    return _forward(_grouped_linear, args)
-
-
-def grouped_linear_setup_context(args: GroupedLinearArgs, results: Results) -> Context:
-    """As `linear_setup_context`."""
-    return _setup_context(_grouped_linear, args, results)
-
-
-def grouped_linear_backward(context: Context, grad_y: torch.Tensor | None, *, retain: bool = False) -> dict[str, Gradient]:
-    """As `linear_backward`; "weights" and "biases" are lists."""
-    return _backward(context, grad_y, retain=retain)
-
+linear_forward = layernorm_linear_forward = layernorm_mlp_forward = grouped_linear_forward = forward
+linear_setup_context = layernorm_linear_setup_context = layernorm_mlp_setup_context = grouped_linear_setup_context = setup_context
+linear_backward = layernorm_linear_backward = layernorm_mlp_backward = grouped_linear_backward = backward
 
 __all__ = [
     "Context",
@@ -469,16 +408,8 @@ __all__ = [
     "LayerNormMLPArgs",
     "LinearArgs",
     "Results",
-    "grouped_linear_backward",
-    "grouped_linear_forward",
-    "grouped_linear_setup_context",
-    "layernorm_linear_backward",
-    "layernorm_linear_forward",
-    "layernorm_linear_setup_context",
-    "layernorm_mlp_backward",
-    "layernorm_mlp_forward",
-    "layernorm_mlp_setup_context",
-    "linear_backward",
-    "linear_forward",
-    "linear_setup_context",
+    "backward",
+    "forward",
+    "setup_context",
+    *[f"{module}_{part}" for module in ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear") for part in ("forward", "setup_context", "backward")],
 ]
