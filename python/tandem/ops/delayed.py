@@ -10,23 +10,25 @@ import torch
 from tandem import _C
 from tandem.ops import main_grad
 from tandem.ops.buffers import Delayed, Entry
+from tandem.ops.deferred import DeferredMixin
+from tandem.ops.op import BasicOperation
 from tandem.ops.places import places
 
 
-class DelayedMixin:
-    """For ops with products. If the attribute `delay_wgrad_compute` is true, backward leaves the gradients of weights to `backward_dw`."""
+class ProductOperation(DeferredMixin, BasicOperation):
+    """A basic op with products. If the attribute `delay_wgrad_compute` is true, backward leaves the gradients of weights to `backward_dw`."""
 
     wgrad_store: Delayed
     delay_wgrad_compute: bool
     _deferred_tensors: int  # number of tensors of an entry of the store
 
-    def _set_delay(self: Any, value: bool) -> bool:
+    def _set_delay(self, value: bool) -> bool:
         """Passes a new value of `delay_wgrad_compute` to the store."""
         store = self.__dict__.setdefault("wgrad_store", Delayed(tensors=self._deferred_tensors))
         store.enabled = value
         return value
 
-    def _weights(self: Any) -> list[torch.nn.Parameter]:
+    def _weights(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients may be delayed, as their owner holds them."""
         return [getattr(module, name) for module, name in places(self, "_parameters")]
 
@@ -34,7 +36,7 @@ class DelayedMixin:
         """Whether backward leaves the gradients of the weights to `backward_dw`."""
         return self.delay_wgrad_compute
 
-    def backward_dw(self: Any) -> None:
+    def backward_dw(self) -> None:
         """Computes the gradients of weights that the oldest backward has left, adds them to `grad` or `main_grad`, and calls the registered hooks.
         Without `delay_wgrad_compute` it does nothing. In compiled code and under modes, backward has computed the gradients, so only the hooks are
         called. Raises RuntimeError if no backward ran, unless compiled code of a pipeline with this op's description exists: it may have run."""

@@ -13,16 +13,14 @@ from torch._guards import detect_fake_mode
 from tandem import _C
 from tandem.ops.arguments import Fixed, drawing, flag, parameter_dtype, positive
 from tandem.ops.buffers import Entry
-from tandem.ops.deferred import DeferredMixin
-from tandem.ops.delayed import DelayedMixin, add_gradient, add_to_main_grad
+from tandem.ops.delayed import ProductOperation, add_gradient, add_to_main_grad
 from tandem.ops.directions import Call
-from tandem.ops.op import BasicOperation
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
-class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
+class GroupedLinear(ProductOperation):
     """y_g = x_g weight_g^T + bias_g for the consecutive rows x_g of each group g. Rows of y behind the last group are zeros.
 
     x is [..., in_features], y [..., out_features]. The extra input `splits` holds the number of rows of each group: integers [num_groups], whose

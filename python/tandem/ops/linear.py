@@ -17,7 +17,7 @@ from tandem.ops.collective import CollectivesMixin, _Collective, _replacement, c
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.context import OperationContext
 from tandem.ops.deferred import DeferredMixin
-from tandem.ops.delayed import DelayedMixin, add_gradient, product_into_main_grad
+from tandem.ops.delayed import ProductOperation, add_gradient, product_into_main_grad
 from tandem.ops.directions import Call
 from tandem.ops.joined import JoinedMixin, Split, laid_together, split_sizes
 from tandem.ops.op import BasicOperation
@@ -25,7 +25,7 @@ from tandem.ops.unit import drop_extra_state
 from tandem.quantized.init import note_init, quantize_weights, quantized_model_init
 
 
-class BasicLinear(CollectivesMixin, JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
+class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
     """y = x weight^T: x [..., in_features], weight [out_features, in_features] -> y [..., out_features], in the dtype of autocast or of `weight`."""
 
     weight: torch.nn.Parameter
