@@ -115,6 +115,9 @@ def test_explain_of_classes_of_torch_that_are_compiled_in_place(x):
     for model in (skipped, partly):
         model.compile(backend="tandem")
         model(x)
+    if torch.__version__ >= "2.14":  # Dynamo compiles them as other classes
+        assert SKIPPED not in tandem.explain(skipped) + tandem.explain(partly) and "9 of 9 products" in tandem.explain(partly)
+        return
     with pytest.raises(ValueError, match="explain: expected a module with pipelines that have been called, got Sequential without. No graph of it has reached the backend") as error:
         tandem.explain(skipped)
     assert str(error.value).endswith(f": {SKIPPED}")

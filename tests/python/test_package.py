@@ -68,7 +68,8 @@ except ImportError as error:
 print([name for name in sys.modules if name.startswith("tandem") and "_C" in name])
 """
     message, loaded = python(code).splitlines()
-    assert message.startswith("tandem: expected torch 2.13, which this tandem was built against, got torch 2.12.0. Run: pip install")
+    built = tandem._build.TORCH.rpartition(".")[0]
+    assert message.startswith(f"tandem: expected torch {built}, which this tandem was built against, got torch 2.12.0. Run: pip install")
     assert loaded == "[]"
 
 

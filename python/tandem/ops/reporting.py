@@ -170,8 +170,8 @@ SKIPPED = "Dynamo skips the forward of torch.nn's own classes where model.compil
 
 
 def is_skipped(module: torch.nn.Module) -> bool:
-    """Whether a module is compiled in place and has a forward of torch.nn, which Dynamo skips for every backend."""
-    return module._compiled_call_impl is not None and type(module).forward.__module__.startswith("torch.nn.")
+    """Whether a module is compiled in place and has a forward of torch.nn, which Dynamo before torch 2.14 skips for every backend."""
+    return module._compiled_call_impl is not None and type(module).forward.__module__.startswith("torch.nn.") and torch.__version__ < "2.14"
 
 
 def verified(module: torch.nn.Module, x: torch.Tensor, extra: Sequence[torch.Tensor], masks: int) -> Verification:
