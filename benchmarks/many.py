@@ -148,8 +148,8 @@ def subsets(nn: bool) -> Step:
     random.Random(0).shuffle(order)
 
     def step(n: int) -> None:
-        asked = [param for bit, param in enumerate(params) if order[n] >> bit & 1]
-        torch.autograd.grad(box(x).sum(), asked)
+        requested = [param for bit, param in enumerate(params) if order[n] >> bit & 1]
+        torch.autograd.grad(box(x).sum(), requested)
 
     return step
 

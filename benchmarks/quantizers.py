@@ -55,7 +55,7 @@ def compiled_or_none(function: Callable[[torch.Tensor], object], x: torch.Tensor
     logging.disable(logging.CRITICAL)  # Inductor logs a failure at length
     try:
         compiled(x)
-    except Exception:  # noqa: BLE001  (Inductor's errors have many types; which one is not asked)
+    except Exception:  # noqa: BLE001  (Inductor's errors have many types; which one does not matter)
         return None
     finally:
         logging.disable(logging.NOTSET)

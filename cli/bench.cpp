@@ -115,10 +115,10 @@ int bench(const BenchArguments& arguments) {
   }
   Workload workload = make_workload(arguments.pipeline);
   const PlainPipeline plain(workload);
-  const auto plain_forward = [&] { return plain.forward(workload.x, workload.extra_inputs); };
+  const auto functional_forward = [&] { return plain.forward(workload.x, workload.extra_inputs); };
   const auto tandem_forward = [&] { return workload.forward(); };
-  const std::vector<Call> calls{[&] { plain_forward(); }, [&] { tandem_forward(); },
-                                [&] { backward(plain_forward()); },
+  const std::vector<Call> calls{[&] { functional_forward(); }, [&] { tandem_forward(); },
+                                [&] { backward(functional_forward()); },
                                 [&] { backward(tandem_forward()); }};
 
   std::vector<at::Tensor> parameters = workload.pipeline->parameters(), kept_alive;
@@ -128,7 +128,7 @@ int bench(const BenchArguments& arguments) {
     });
   };
   const auto plain_saved = static_cast<double>(
-      saved_for_backward_bytes([&] { kept_alive = plain_forward(); }, is_parameter));
+      saved_for_backward_bytes([&] { kept_alive = functional_forward(); }, is_parameter));
   const auto tandem_saved = static_cast<double>(
       saved_for_backward_bytes([&] { kept_alive = tandem_forward(); }, is_parameter));
 

@@ -1,4 +1,4 @@
-// A kernel of one's own in C++: an implementation of a kernel op, asked before those of the
+// A kernel of one's own in C++: an implementation of a kernel op, queried before those of the
 // library.
 #include <ATen/ATen.h>
 #include <tandem/extension.h>

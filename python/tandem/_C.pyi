@@ -162,11 +162,11 @@ def op_backward(
     saved: Sequence[torch.Tensor | None],
     sizes: Sequence[int],
     dtype: torch.dtype,
-    asked: Sequence[bool],
+    requested: Sequence[bool],
     gradients: Sequence[torch.Tensor | None],
     params: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]: ...
-class PlainArguments:
+class FunctionalArguments:
     def __init__(
         self,
         *,
@@ -174,20 +174,20 @@ class PlainArguments:
         recipe: str,
         inputs: Sequence[torch.Tensor],
         params: Sequence[torch.Tensor],
-        asked: Sequence[bool],
+        requested: Sequence[bool],
         workspaces: Sequence[torch.Tensor] | None,
         state: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> None: ...
 
-def plain_forward(
-    arguments: PlainArguments,
+def functional_forward(
+    arguments: FunctionalArguments,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[tuple[int, int]], list[tuple[int, list[int]]], list[torch.Tensor]]: ...
 
-class PlainContext:
+class FunctionalContext:
     def __init__(
         self,
-        arguments: PlainArguments,
+        arguments: FunctionalArguments,
         outputs: Sequence[torch.Tensor],
         saved: Sequence[torch.Tensor | None],
         read: Sequence[tuple[int, int]],

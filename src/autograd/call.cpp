@@ -69,10 +69,10 @@ std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view d
   return returned(run_pipeline(plan, arguments, Path::composite));
 }
 
-std::atomic<void (*)(const Tensor&)> told_of_written_state = nullptr;
+std::atomic<void (*)(const Tensor&)> state_listener = nullptr;
 
 void tell_of_written_state(at::TensorList state) {
-  const auto told = told_of_written_state.load();
+  const auto told = state_listener.load();
   if (told == nullptr || !c10::GradMode::is_enabled()) return;
   for (size_t holder = 0; scaling_state_place(holder, true) < state.size(); ++holder)
     for (size_t i = 0; i < kScalingState.size(); ++i)
@@ -129,7 +129,7 @@ std::vector<Tensor> pipeline_traced(const Tensor& x, const c10::List<std::option
 
 }  // namespace
 
-void set_told_of_written_state(void (*told)(const Tensor& state)) { told_of_written_state = told; }
+void set_state_listener(void (*told)(const Tensor& state)) { state_listener = told; }
 
 bool is_direct(const Arguments& arguments) {
   if (is_watched()) return false;

@@ -23,7 +23,7 @@ PlanKey key_for(const Program& program, const Arguments& arguments, bool traced)
 /// the dispatched call is recorded. Later calls write these tensors too, while autograd expects
 /// every tensor that backward reads at the version that forward saw. The function lets a tracer
 /// read them as they are when backward runs.
-TANDEM_API void set_told_of_written_state(void (*told)(const at::Tensor& state));
+TANDEM_API void set_state_listener(void (*told)(const at::Tensor& state));
 
 /// Calls the dispatcher op tandem::pipeline, as every call does that is not direct.
 Outputs call_op(const Arguments& arguments, const std::string& description);

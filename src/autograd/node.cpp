@@ -158,16 +158,17 @@ void PipelineBackward::release_variables() {
   is_released_ = true;
 }
 
-std::vector<bool> PipelineBackward::asked() const {
-  std::vector<bool> asked(plan_->gradients.size());
-  for (size_t i = 0; i < asked.size(); ++i)
-    asked[i] = (exists(plan_->gradients[i]) || plan_->absorbed[i]) && task_should_compute_output(i);
-  return asked;
+std::vector<bool> PipelineBackward::requested() const {
+  std::vector<bool> requested(plan_->gradients.size());
+  for (size_t i = 0; i < requested.size(); ++i)
+    requested[i] =
+        (exists(plan_->gradients[i]) || plan_->absorbed[i]) && task_should_compute_output(i);
+  return requested;
 }
 
 BackwardMask PipelineBackward::mask_of(const variable_list& gradients,
-                                       const std::vector<bool>& asked) const {
-  BackwardMask mask{{}, asked};
+                                       const std::vector<bool>& requested) const {
+  BackwardMask mask{{}, requested};
   for (const at::Tensor& gradient : gradients) mask.given.push_back(gradient.defined());
   return mask;
 }
@@ -225,10 +226,11 @@ void check_unpacked(const Frame& frame, Value value, const at::Tensor& tensor) {
 }  // namespace
 
 template <typename Unpack>
-variable_list PipelineBackward::run(const variable_list& gradients, const std::vector<bool>& asked,
-                                    bool keep, Unpack&& unpack) {
+variable_list PipelineBackward::run(const variable_list& gradients,
+                                    const std::vector<bool>& requested, bool keep,
+                                    Unpack&& unpack) {
   const Plan& plan = *plan_;
-  const BackwardMask mask = mask_of(gradients, asked);
+  const BackwardMask mask = mask_of(gradients, requested);
   if (std::find(mask.given.begin(), mask.given.end(), true) == mask.given.end())
     return variable_list(plan.gradients.size());  // for undefined gradients, undefined ones
   const auto backward = backward_plan(plan, mask);
@@ -309,7 +311,7 @@ variable_list PipelineBackward::apply(variable_list&& gradients) {
               "Pass retain_graph=True to the first backward().");
   const auto self = getptr();
   variable_list results =
-      run(gradients, asked(), torch::autograd::get_current_graph_task_keep_graph(),
+      run(gradients, requested(), torch::autograd::get_current_graph_task_keep_graph(),
           // Above autograd, because the unpack hook of a checkpoint runs the forward of other
           // modules.
           [&](size_t saved) { return saved_[saved].variable.unpack(self); });
@@ -351,12 +353,12 @@ variable_list PipelineBackward::apply_with_saved(
   const auto& interface = ca::getPyCompilerInterface();
   const auto function = interface->bind_function(
       swap.get_py_compiler(), "TandemPipelineBackward",
-      [plan = plan_, slots = slots_, first_slot = first_slot_, asked = asked()](
+      [plan = plan_, slots = slots_, first_slot = first_slot_, requested = requested()](
           const variable_list& gradients, const std::vector<c10::IValue>& tensors) {
         auto traced = compat::make_node<PipelineBackward>(plan, Path::dispatch);
         traced->slots_ = slots;
         traced->first_slot_ = first_slot;
-        return traced->run(gradients, asked, /*keep=*/true,
+        return traced->run(gradients, requested, /*keep=*/true,
                            [&](size_t saved) { return tensors[saved].toTensor(); });
       },
       schema, /*is_custom_function=*/true, /*is_traceable=*/true);

@@ -66,7 +66,8 @@ class PipelineBackward final : public torch::autograd::Node {
   /// Runs the backward program of a mask. `unpack(k)` returns the kth saved tensor. Unless `keep`,
   /// a kept value is released when the last step that reads it has run.
   template <typename Unpack>
-  Tensors run(const Tensors& gradients, const std::vector<bool>& asked, bool keep, Unpack&& unpack);
+  Tensors run(const Tensors& gradients, const std::vector<bool>& requested, bool keep,
+              Unpack&& unpack);
   Tensors refuse_double_backward(const Tensors& gradients, Tensors results);
   Slot save_value(Value value, const at::Tensor& tensor, Saving& saving);
   Slot save_tensor(const at::Tensor& tensor, bool is_argument, Saving& saving);
@@ -74,8 +75,8 @@ class PipelineBackward final : public torch::autograd::Node {
   std::span<const Slot> slots_of(size_t kept) const {
     return std::span(slots_).subspan(first_slot_[kept], first_slot_[kept + 1] - first_slot_[kept]);
   }
-  BackwardMask mask_of(const Tensors& gradients, const std::vector<bool>& asked) const;
-  std::vector<bool> asked() const;
+  BackwardMask mask_of(const Tensors& gradients, const std::vector<bool>& requested) const;
+  std::vector<bool> requested() const;
 
   std::shared_ptr<const Plan> plan_;
   Path path_;

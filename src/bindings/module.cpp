@@ -94,8 +94,8 @@ bool has_torch_function(PyObject* object) {
       py::object(py::module_::import("torch._C").attr("_disabled_torch_function_impl"))
           .release()
           .ptr();
-  const py::handle asked(reinterpret_cast<PyObject*>(type));
-  const py::object function = py::getattr(asked, "__torch_function__", py::none());
+  const py::handle requested(reinterpret_cast<PyObject*>(type));
+  const py::object function = py::getattr(requested, "__torch_function__", py::none());
   return !function.is_none() && function.ptr() != kDisabled;
 }
 

@@ -14,8 +14,8 @@
 #include "kernel_ops/weights/weights.h"
 #include "ops/deferred.h"
 #include "ops/groups.h"
+#include "pipeline/functional_call.h"
 #include "pipeline/op_call.h"
-#include "pipeline/plain_call.h"
 
 namespace py = pybind11;
 
@@ -38,24 +38,25 @@ std::vector<Maybe> maybes_of(at::TensorList tensors) {
   return result;
 }
 
-void bind_plain_call(py::module_& module) {
-  py::class_<PlainArguments>(module, "PlainArguments")
+void bind_functional(py::module_& module) {
+  py::class_<FunctionalArguments>(module, "FunctionalArguments")
       .def(py::init([](std::string ops, std::string recipe, std::vector<at::Tensor> inputs,
-                       std::vector<at::Tensor> params, std::vector<bool> asked,
+                       std::vector<at::Tensor> params, std::vector<bool> requested,
                        std::optional<std::vector<at::Tensor>> workspaces,
                        std::vector<at::Tensor> state, std::vector<at::Tensor> buffers) {
-             return PlainArguments{std::move(ops),    std::move(recipe), std::move(inputs),
-                                   std::move(params), std::move(asked),  std::move(workspaces),
-                                   std::move(state),  std::move(buffers)};
+             return FunctionalArguments{std::move(ops),       std::move(recipe),
+                                        std::move(inputs),    std::move(params),
+                                        std::move(requested), std::move(workspaces),
+                                        std::move(state),     std::move(buffers)};
            }),
            py::kw_only(), py::arg("ops"), py::arg("recipe"), py::arg("inputs"), py::arg("params"),
-           py::arg("asked"), py::arg("workspaces"), py::arg("state"), py::arg("buffers"));
+           py::arg("requested"), py::arg("workspaces"), py::arg("state"), py::arg("buffers"));
   module.def(
-      "plain_forward",
-      [](const PlainArguments& arguments) {
+      "functional_forward",
+      [](const FunctionalArguments& arguments) {
         const ContextRegion region;
         const py::gil_scoped_release no_gil;
-        const PlainResults results = plain_forward(arguments);
+        const FunctionalResults results = functional_forward(arguments);
         std::vector<std::pair<int64_t, int64_t>> read;
         for (const ReadArgument& argument : results.read)
           read.emplace_back(argument.memory, argument.version);
@@ -65,32 +66,32 @@ void bind_plain_call(py::module_& module) {
       py::arg("arguments"),
       "Outputs, what backward reads, memory and version of what of it are arguments, sizes that it "
       "reads, workspaces.");
-  py::class_<PlainContext>(module, "PlainContext")
-      .def(py::init([](const PlainArguments& arguments, std::vector<at::Tensor> outputs,
+  py::class_<FunctionalContext>(module, "FunctionalContext")
+      .def(py::init([](const FunctionalArguments& arguments, std::vector<at::Tensor> outputs,
                        const std::vector<Maybe>& saved,
                        const std::vector<std::pair<int64_t, int64_t>>& read,
                        std::vector<std::pair<size_t, std::vector<c10::SymInt>>> carried,
                        std::vector<at::Tensor> workspaces) {
              std::vector<ReadArgument> arguments_read;
              for (const auto& [memory, version] : read) arguments_read.push_back({memory, version});
-             return PlainContext(arguments, {.outputs = std::move(outputs),
-                                             .saved = tensors_of(saved),
-                                             .read = std::move(arguments_read),
-                                             .carried = std::move(carried),
-                                             .workspaces = std::move(workspaces)});
+             return FunctionalContext(arguments, {.outputs = std::move(outputs),
+                                                  .saved = tensors_of(saved),
+                                                  .read = std::move(arguments_read),
+                                                  .carried = std::move(carried),
+                                                  .workspaces = std::move(workspaces)});
            }),
            py::arg("arguments"), py::arg("outputs"), py::arg("saved"), py::arg("read"),
            py::arg("carried"), py::arg("workspaces"))
       .def(
           "backward",
-          [](PlainContext& self, const std::vector<Maybe>& gradients, bool retain) {
+          [](FunctionalContext& self, const std::vector<Maybe>& gradients, bool retain) {
             const ContextRegion region;
             const py::gil_scoped_release no_gil;
             return maybes_of(self.backward(tensors_of(gradients), retain));
           },
           py::arg("gradients"), py::arg("retain"))
-      .def("saved_bytes", &PlainContext::saved_bytes)
-      .def("saved", &PlainContext::saved);
+      .def("saved_bytes", &FunctionalContext::saved_bytes)
+      .def("saved", &FunctionalContext::saved);
 }
 
 void bind_attention(py::module_& module) {
@@ -109,7 +110,7 @@ void bind_attention(py::module_& module) {
 }  // namespace
 
 void bind_op_call(py::module_& module) {
-  bind_plain_call(module);
+  bind_functional(module);
   bind_attention(module);
   module.def("left_grad_weight", [](const std::vector<at::Tensor>& left) {
     const py::gil_scoped_release no_gil;
@@ -139,16 +140,16 @@ void bind_op_call(py::module_& module) {
   module.def(
       "op_backward",
       [](const std::string& description, const std::vector<Maybe>& saved,
-         std::vector<c10::SymInt> sizes, at::ScalarType dtype, std::vector<bool> asked,
+         std::vector<c10::SymInt> sizes, at::ScalarType dtype, std::vector<bool> requested,
          const std::vector<Maybe>& gradients, const std::vector<Maybe>& params) {
         const ContextRegion region;
         const py::gil_scoped_release no_gil;
-        const OpContext context{tensors_of(saved), std::move(sizes), dtype, std::move(asked)};
+        const OpContext context{tensors_of(saved), std::move(sizes), dtype, std::move(requested)};
         return maybes_of(
             op_backward(description, context, tensors_of(gradients), tensors_of(params)));
       },
       py::arg("description"), py::arg("saved"), py::arg("sizes"), py::arg("dtype"),
-      py::arg("asked"), py::arg("gradients"), py::arg("params"),
+      py::arg("requested"), py::arg("gradients"), py::arg("params"),
       "Gradients of x, extra inputs and params, None where there is none.");
   module.def(
       "workspace_specs",
@@ -208,7 +209,7 @@ void bind_op_call(py::module_& module) {
       "canonical_quantizer", [](const std::string& text) { return quantizer(text).text; },
       py::arg("text"), "The text by which equal quantizers are known.");
   module.def("has_tangent", &kernel_ops::has_tangent, py::arg("x"),
-             "Whether forward-mode differentiation follows x, asked below autograd too.");
+             "Whether forward-mode differentiation follows x, requested below autograd too.");
   module.def(
       "forbid_memory",
       [](const at::Tensor& x, const std::string& text) {

@@ -242,9 +242,9 @@ void python_forward(Call& call) {
 py::tuple asked_of(const Call& call, const PythonOptions& options) {
   size_t write = 0;
   const auto list = [&](size_t count) {
-    py::list asked;
-    for (size_t i = 0; i < count; ++i) asked.append(call.wants(write++));
-    return asked;
+    py::list requested;
+    for (size_t i = 0; i < count; ++i) requested.append(call.wants(write++));
+    return requested;
   };
   const bool x = call.wants(write++);
   py::list params, extra_inputs;
@@ -589,7 +589,7 @@ void bind_python_ops(py::module_& module) {
     runtime() = std::move(object);
     set_group_fusions(groups_from_python);
     set_op_source(python_kind);
-    set_told_of_written_state([](const at::Tensor& state) {
+    set_state_listener([](const at::Tensor& state) {
       const py::gil_scoped_acquire gil;
       runtime().attr("written_in_backward")(state);
     });

@@ -184,13 +184,13 @@ class Call {
                              : std::min(kernel_ops::kMadeCount<K>, step_.writes.size());
     for (size_t i = 0; i < count; ++i)
       if (wants(i)) out(i, std::move(results[places.size() != 0 ? places.begin()[i] : i]));
-    kernel_ops::detail::for_each_codes(args, [&](const auto& asked, size_t index) {
-      if (!asked) return;
+    kernel_ops::detail::for_each_codes(args, [&](const auto& requested, size_t index) {
+      if (!requested) return;
       hand_out_group(
           count + index * std::tuple_size_v<GroupMask>,
           [&] {
             const auto specs = K::shapes(args);
-            const auto sizes = kernel_ops::detail::sizes_of_source<K>(asked, args, specs);
+            const auto sizes = kernel_ops::detail::sizes_of_source<K>(requested, args, specs);
             return c10::SymDimVector(sizes.begin(), sizes.end());
           },
           results.data() + kernel_ops::kMadeCount<K> + index * group_size);
@@ -213,7 +213,7 @@ class Call {
 
   /// Returns the request for the codes of three writes from `write` on: row codes, column codes,
   /// amax. `given` is the read of the quantizer's argument. A null quantizer requests nothing.
-  kernel_ops::AskedCodes codes(const Quantizer* quantizer, size_t given, size_t write) const {
+  kernel_ops::RequestedCodes codes(const Quantizer* quantizer, size_t given, size_t write) const {
     if (quantizer == nullptr) return {};
     return {quantizer, maybe(given), {wants(write), wants(write + 1), wants(write + 2)}};
   }

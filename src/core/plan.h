@@ -35,7 +35,7 @@ struct Decision {
 /// then of parameters.
 struct BackwardMask {
   c10::SmallVector<bool, 32> given;
-  std::vector<bool> asked;
+  std::vector<bool> requested;
   bool operator==(const BackwardMask&) const = default;
 };
 

@@ -5,13 +5,13 @@
 #include <nlohmann/json.hpp>
 
 #include "front/describe.h"
-#include "pipeline/plain_call.h"
+#include "pipeline/functional_call.h"
 #include "quantization/recipe.h"
 
 namespace tandem::functional {
 
 struct Context::Inner {
-  PlainContext context;
+  FunctionalContext context;
   /// The name of each gradient; empty for an extra input, which has none.
   std::vector<std::string> names;
   size_t outputs;
@@ -37,41 +37,40 @@ struct Call {
   const Common& common;
 };
 
-struct Plain {
-  PlainArguments arguments;
+struct Described {
+  FunctionalArguments arguments;
   std::vector<std::string> names;
 };
 
-Plain plain(const Call& call) {
+Described described(const Call& call) {
   Op op = call.op;
   for (const auto& [weight, main_grad] : call.common.main_grads)
     op = op.with_main_grad(weight, main_grad);
-  DescribedOps described = describe({op});
-  TORCH_CHECK_VALUE(described.delayed.empty(), op.name,
-                    ": expected delay_wgrad_compute=false of a ",
+  DescribedOps ops = describe({op});
+  TORCH_CHECK_VALUE(ops.delayed.empty(), op.name, ": expected delay_wgrad_compute=false of a ",
                     "plain function, whose backward returns all gradients, got true. Use the ",
                     "module, which has backward_dw().");
-  Plain made;
-  made.arguments.ops = std::move(described.text);
+  Described made;
+  made.arguments.ops = std::move(ops.text);
   if (call.common.recipe) made.arguments.recipe = to_json(*call.common.recipe).dump();
   made.arguments.inputs = call.inputs;
   for (size_t i = 0; i < call.inputs.size(); ++i) {
     made.names.push_back(i == 0 ? "x" : "");
-    made.arguments.asked.push_back(i == 0 && call.common.needs_grad_x);
+    made.arguments.requested.push_back(i == 0 && call.common.needs_grad_x);
   }
-  for (const DescribedOps::Parameter& parameter : described.parameters) {
+  for (const DescribedOps::Parameter& parameter : ops.parameters) {
     made.names.push_back(op.parameters[parameter.place].name);
     made.arguments.params.push_back(call.parameters.at(made.names.back()));
-    made.arguments.asked.push_back(call.common.needs_grad_parameters);
+    made.arguments.requested.push_back(call.common.needs_grad_parameters);
   }
   made.arguments.workspaces = call.common.weight_workspaces;
   made.arguments.state = call.common.recipe_state;
-  made.arguments.buffers = std::move(described.main_grads);
+  made.arguments.buffers = std::move(ops.main_grads);
   return made;
 }
 
 Results forward_of(const Call& call) {
-  PlainResults results = plain_forward(plain(call).arguments);
+  FunctionalResults results = functional_forward(described(call).arguments);
   std::vector<std::pair<int64_t, int64_t>> read;
   for (const ReadArgument& argument : results.read)
     read.emplace_back(argument.memory, argument.version);
@@ -84,17 +83,17 @@ Results forward_of(const Call& call) {
 }
 
 Context context_of(const Call& call, const Results& results) {
-  const Plain made = plain(call);
+  const Described made = described(call);
   std::vector<Tensor> outputs{results.y};
   if (results.layernorm_output.defined()) outputs.push_back(results.layernorm_output);
   std::vector<ReadArgument> read;
   for (const auto& [memory, version] : results.read) read.push_back({memory, version});
   return Context(std::make_unique<Context::Inner>(
-      Context::Inner{PlainContext(made.arguments, {.outputs = std::move(outputs),
-                                                   .saved = results.saved,
-                                                   .read = std::move(read),
-                                                   .carried = results.carried,
-                                                   .workspaces = results.weight_workspaces}),
+      Context::Inner{FunctionalContext(made.arguments, {.outputs = std::move(outputs),
+                                                        .saved = results.saved,
+                                                        .read = std::move(read),
+                                                        .carried = results.carried,
+                                                        .workspaces = results.weight_workspaces}),
                      made.names, results.layernorm_output.defined() ? size_t{2} : size_t{1}}));
 }
 

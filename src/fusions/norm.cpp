@@ -62,7 +62,7 @@ void add_norm(Call& call) {
       .zero_centered_gamma = norm.zero_centered_gamma,
       .rounds_before_weight = norm.rounds_before_weight,
       .output_mask = {terms.is_wanted, call.wants(y)},
-      .codes = quantizes ? codes_of_member(call, 2, kGiven, kCodes) : kernel_ops::AskedCodes()};
+      .codes = quantizes ? codes_of_member(call, 2, kGiven, kCodes) : kernel_ops::RequestedCodes()};
   auto results = call.run<Forward>(args, {terms.memory});
   if (terms.is_wanted)
     results[Forward::sum] = written_sum(call, std::move(results[Forward::sum]), call.in(extra));

@@ -18,8 +18,8 @@ const T* member_options(const Call& call, size_t member) {
 
 /// Returns the request for the codes of an optional quantize step, whose three writes begin at
 /// `write`.
-inline kernel_ops::AskedCodes codes_of_member(const Call& call, size_t member, size_t given,
-                                              size_t write) {
+inline kernel_ops::RequestedCodes codes_of_member(const Call& call, size_t member, size_t given,
+                                                  size_t write) {
   return call.codes(member_options<Quantizer>(call, member), given, write);
 }
 

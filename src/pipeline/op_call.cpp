@@ -38,18 +38,18 @@ Path path_of(const Arguments& arguments) {
              : Path::dispatch;
 }
 
-PlanKey::TensorTraits traits_of(const at::Tensor& tensor, bool asked) {
-  return {true, asked && tensor.is_floating_point(), tensor.scalar_type(), tensor.device()};
+PlanKey::TensorTraits traits_of(const at::Tensor& tensor, bool requested) {
+  return {true, requested && tensor.is_floating_point(), tensor.scalar_type(), tensor.device()};
 }
 
 /// An absent parameter gets the traits of `other`; a step that reads it raises.
-void add_params(PlanKey& key, const Arguments& arguments, const std::vector<bool>& asked,
+void add_params(PlanKey& key, const Arguments& arguments, const std::vector<bool>& requested,
                 const PlanKey::TensorTraits& other) {
   for (size_t i = 0; i < arguments.params.size(); ++i) {
     PlanKey::TensorTraits traits = other;
-    traits.requires_grad = asked[i];
+    traits.requires_grad = requested[i];
     if (const at::Tensor& param = arguments.params[i]; param.defined())
-      traits = traits_of(param, asked[i]);
+      traits = traits_of(param, requested[i]);
     key.add(traits);
   }
   for (const QuantizedArgument& quantized : arguments.quantized)
@@ -138,11 +138,11 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
   PlanKey key({.grad_mode = true, .autocast_dtype = context.dtype}, inputs);
   for (size_t i = 0; i < inputs; ++i) {
     const bool is_index = std::ranges::find(kind.indices, i) != kind.indices.end();
-    key.add({true, context.asked[i] && !is_index, is_index ? at::kLong : context.dtype,
+    key.add({true, context.requested[i] && !is_index, is_index ? at::kLong : context.dtype,
              given->device()});
   }
-  const std::vector<bool> of_params(context.asked.begin() + static_cast<int64_t>(inputs),
-                                    context.asked.end());
+  const std::vector<bool> of_params(context.requested.begin() + static_cast<int64_t>(inputs),
+                                    context.requested.end());
   add_params(key, arguments, of_params, {true, false, context.dtype, given->device()});
   const auto plan = program->plan_for(key);
   const OperandTable* operands = operands_of(*plan);
@@ -150,7 +150,7 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
   BackwardMask mask;
   for (size_t i = 0; i < plan->output_gradients.size(); ++i)
     mask.given.push_back(exists(plan->output_gradients[i]) && gradients[i].defined());
-  for (const Value gradient : plan->gradients) mask.asked.push_back(exists(gradient));
+  for (const Value gradient : plan->gradients) mask.requested.push_back(exists(gradient));
   const auto backward = backward_plan(*plan, mask);
   std::vector<at::Tensor> tensors(gradients.begin(), gradients.end());
   const std::vector<QuantizedArgument> quantized = quantized_among(context.saved);

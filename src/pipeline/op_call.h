@@ -40,7 +40,7 @@ struct OpContext {
   /// The dtype in which the op has computed.
   at::ScalarType dtype = at::kFloat;
   /// Which gradients are requested: of x, of extra inputs, of params.
-  std::vector<bool> asked;
+  std::vector<bool> requested;
 };
 
 /// The requested gradients, undefined if there are none. `gradients`: of the outputs, undefined if

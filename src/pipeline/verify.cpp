@@ -221,7 +221,7 @@ class Verification {
     const auto pick = [&](size_t count) {
       return random == nullptr ? std::vector<bool>(count, true) : some_of(count, *random);
     };
-    const std::vector<bool> given = pick(outputs.size()), asked = pick(leaves.size());
+    const std::vector<bool> given = pick(outputs.size()), requested = pick(leaves.size());
     grads_.assign(plan.outputs.size(), at::Tensor());
     mask_ = BackwardMask{{}, std::vector<bool>(plan.gradients.size())};
     mask_.given.assign(plan.outputs.size(), false);
@@ -231,7 +231,7 @@ class Verification {
         grads_[outputs[i]] = at::randn_like(output.detach());
         mask_.given[outputs[i]] = true;
       }
-    for (size_t i = 0; i < leaves.size(); ++i) mask_.asked[leaves[i]] = asked[i];
+    for (size_t i = 0; i < leaves.size(); ++i) mask_.requested[leaves[i]] = requested[i];
   }
 
   void set_gradients(Replay& reference) const {
@@ -325,13 +325,13 @@ class Verification {
       for (size_t part = 0; part < tensors_per_value(type) && found.empty(); ++part)
         found = whole("kept " + type.name, kept[k][part], value, part, forward);
     }
-    Values asked;
-    if (plan.needs_backward) asked = backward_plan(*unfused_.plan, mask_)->gradients;
+    Values requested;
+    if (plan.needs_backward) requested = backward_plan(*unfused_.plan, mask_)->gradients;
     for (size_t i = 0; i < gradients.size() && found.empty(); ++i)
-      if (mask_.asked[i])
+      if (mask_.requested[i])
         found = whole("the gradient of " + plan.types[index_of(argument(plan, i))].name,
-                      gradients[i], asked[i], 0, reference,
-                      /*is_gradient=*/true, largest_term(asked[i], reference));
+                      gradients[i], requested[i], 0, reference,
+                      /*is_gradient=*/true, largest_term(requested[i], reference));
     return {"", found};
   }
 
@@ -364,7 +364,7 @@ class Verification {
 
   /// By input, then parameter; undefined if not requested.
   Tensors gradients_for(const Outputs& outputs) const {
-    Tensors from, grads, asked, gradients(mask_.asked.size());
+    Tensors from, grads, requested, gradients(mask_.requested.size());
     for (size_t i = 0; i < outputs.size(); ++i)
       if (grads_[i].defined()) {
         from.push_back(outputs[i]);
@@ -372,12 +372,12 @@ class Verification {
       }
     std::vector<size_t> places;
     for (size_t i = 0; i < gradients.size(); ++i)
-      if (mask_.asked[i]) {
-        asked.push_back(i < inputs_.size() ? inputs_[i] : params_[i - inputs_.size()]);
+      if (mask_.requested[i]) {
+        requested.push_back(i < inputs_.size() ? inputs_[i] : params_[i - inputs_.size()]);
         places.push_back(i);
       }
-    if (from.empty() || asked.empty()) return gradients;
-    const Tensors found = gradients_of(from, asked, grads);
+    if (from.empty() || requested.empty()) return gradients;
+    const Tensors found = gradients_of(from, requested, grads);
     for (size_t i = 0; i < places.size(); ++i) gradients[places[i]] = found[i];
     return gradients;
   }
@@ -443,13 +443,13 @@ class Verification {
   std::string mask_text() const {
     const Plan& plan = *unfused_.plan;
     if (!plan.needs_backward) return "";
-    std::string given, asked;
+    std::string given, requested;
     for (size_t i = 0; i < grads_.size(); ++i)
       if (grads_[i].defined()) given += (given.empty() ? "" : ", ") + std::to_string(i);
-    for (size_t i = 0; i < mask_.asked.size(); ++i)
-      if (mask_.asked[i])
-        asked += (asked.empty() ? "" : ", ") + plan.types[index_of(argument(plan, i))].name;
-    return " (gradients given of outputs " + given + "; asked for of " + asked + ")";
+    for (size_t i = 0; i < mask_.requested.size(); ++i)
+      if (mask_.requested[i])
+        requested += (requested.empty() ? "" : ", ") + plan.types[index_of(argument(plan, i))].name;
+    return " (gradients given of outputs " + given + "; asked for of " + requested + ")";
   }
 
   const Pipeline& pipeline_;

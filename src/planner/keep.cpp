@@ -26,8 +26,8 @@ ValueSet kept_for_groups(const Description& description, const std::vector<OpGro
 
 void settle_backward(Draft& draft, Plan& plan) {
   schedule(draft.backward);
-  const ValueSet asked(draft.types.size(), {&draft.gradients});
-  drop_dead_steps(draft.backward, draft.types, asked, [](size_t) { return true; });
+  const ValueSet requested(draft.types.size(), {&draft.gradients});
+  drop_dead_steps(draft.backward, draft.types, requested, [](size_t) { return true; });
   plan.kept.clear();
   for (const Value value : values_from_forward(draft.backward, draft.output_gradients)) {
     const Origin origin = draft.types[index_of(value)].origin;

@@ -44,13 +44,13 @@ bool is_in_place(const Step& step, Value value, const std::vector<Type>& types) 
 namespace {
 
 /// Drops the effects of a fused step for which no absorbed gradient is requested.
-void drop_unasked_effects(Step& step, const std::function<bool(size_t)>& is_asked) {
+void drop_unasked_effects(Step& step, const std::function<bool(size_t)>& is_requested) {
   uint32_t dropped = 0;
   for (Effect& effect : step.effects) {
     effect.mutates.first -= dropped;
     const auto absorbed = step.absorbs.begin() + effect.absorbs.first;
     if (effect.absorbs.count == 0 ||
-        std::any_of(absorbed, absorbed + effect.absorbs.count, is_asked))
+        std::any_of(absorbed, absorbed + effect.absorbs.count, is_requested))
       continue;
     const auto first = step.mutates.begin() + effect.mutates.first;
     step.mutates.erase(first, first + effect.mutates.count);
@@ -62,7 +62,7 @@ void drop_unasked_effects(Step& step, const std::function<bool(size_t)>& is_aske
 
 void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
                      const std::function<bool(Value)>& is_demanded_outside,
-                     const std::function<bool(size_t)>& is_asked) {
+                     const std::function<bool(size_t)>& is_requested) {
   const auto is_of_the_caller = [&](Value value) {
     const Origin origin = types[index_of(value)].origin;
     return origin != Origin::workspace && origin != Origin::state;
@@ -84,7 +84,7 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
       live.push_back(std::move(*step));
       continue;
     }
-    drop_unasked_effects(*step, is_asked);
+    drop_unasked_effects(*step, is_requested);
     bool needed = std::ranges::any_of(step->mutates, is_of_the_caller);
     // While calibrating, a step writes an amax and no codes. It is needed if a product reads its
     // source, unchanged or cast.
@@ -92,7 +92,7 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
     if (step->kind != StepKind::op && std::ranges::any_of(step->writes, exists) &&
         std::ranges::all_of(step->writes, is_amax))
       needed |= is_read(step->reads[0]);
-    if (!step->absorbs.empty()) needed = std::ranges::any_of(step->absorbs, is_asked);
+    if (!step->absorbs.empty()) needed = std::ranges::any_of(step->absorbs, is_requested);
     for (Value& value : step->writes) {
       if (!exists(value) || recorded(value)) continue;
       if (!read(value) && !is_demanded_outside(value) && !is_in_place(*step, value, types))

@@ -21,11 +21,11 @@ bool is_in_place(const Step& step, Value value, const std::vector<Type>& types);
 
 /// Removes steps whose writes nobody demands, from the end; the other undemanded writes become
 /// absent. A step that mutates a tensor of the caller stays. If the step accumulates gradients into
-/// what it mutates, it stays only if `is_asked` holds for one of them (an index among the plan's
-/// gradients).
+/// what it mutates, it stays only if `is_requested` holds for one of them (an index among the
+/// plan's gradients).
 void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
                      const std::function<bool(Value)>& is_demanded_outside,
-                     const std::function<bool(size_t)>& is_asked);
+                     const std::function<bool(size_t)>& is_requested);
 
 /// Checks that every value that a step reads or mutates is given beforehand or written by an
 /// earlier step. A violation is a defect of the planner; a step would take the value for an absent

@@ -248,7 +248,7 @@ std::shared_ptr<const BackwardPlan> full_backward(const Plan& plan) {
   for (size_t i = 0; i < plan.outputs.size(); ++i)
     all.given.push_back(exists(plan.output_gradients[i]));
   for (size_t i = 0; i < plan.gradients.size(); ++i)
-    all.asked.push_back(exists(plan.gradients[i]) || plan.absorbed[i]);
+    all.requested.push_back(exists(plan.gradients[i]) || plan.absorbed[i]);
   return backward_plan(plan, all);
 }
 

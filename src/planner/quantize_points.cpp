@@ -115,7 +115,7 @@ class QuantizePoints {
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
       Value& value = step.reads[read];
       note_original(value, contract, op);
-      const Quantizer* quantizer = asked(contract.role, part.op, slot);
+      const Quantizer* quantizer = requested(contract.role, part.op, slot);
       if (quantizer != nullptr && is_numbers_of(value, contract, *quantizer)) quantizer = nullptr;
       if (!is_by_group(contract, part.op)) {
         if (quantizer != nullptr)
@@ -151,7 +151,7 @@ class QuantizePoints {
   }
 
   /// The recipe's quantizer for an operand; nullptr: none.
-  const Quantizer* asked(Role role, size_t op, size_t slot = 0) const {
+  const Quantizer* requested(Role role, size_t op, size_t slot = 0) const {
     const OpNode& node = scope_.description.ops[op];
     return quantizer_of(*scope_.description.recipe, {role, node.kind->def.name, node.label, slot});
   }
@@ -205,7 +205,7 @@ class QuantizePoints {
     const size_t op = step.covers[0].op;
     const auto& contracts = scope_.contracts_of(step);
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
-      const Quantizer* const quantizer = asked(contract.role, op, slot);
+      const Quantizer* const quantizer = requested(contract.role, op, slot);
       if (contract.role == Role::grad_output || quantizer == nullptr) return;
       if (is_numbers_of(step.reads[read], contract, *quantizer)) return;
       if (is_by_group(contract, op)) {  // the gradient has no codes: the step dequantizes row codes
@@ -422,7 +422,7 @@ class QuantizePoints {
   /// Replaces a point of rounding. The dequantized values are a value of their own, and later
   /// products reuse its codes.
   void round(const Step& step, Steps& steps, Codes& codes, Role role) {
-    const Quantizer* const chosen = asked(role, step.asked_by);
+    const Quantizer* const chosen = requested(role, step.asked_by);
     if (chosen == nullptr || (scope_.is_backward && override_ != BackwardOverride::none)) {
       steps.push_back(rename_step(step.reads[0], step.writes[0]));
       return;

@@ -101,9 +101,9 @@ class Waiting {
 };
 
 /// Appends forward's quantize steps whose codes backward reads and that are not free to keep, and
-/// forward's casts that write a value in `asked`. Returns the number of appended steps.
+/// forward's casts that write a value in `requested`. Returns the number of appended steps.
 size_t quantize_again(const Steps& forward, Steps& backward,
-                      const std::vector<bool>& is_free_to_keep, const Values& asked) {
+                      const std::vector<bool>& is_free_to_keep, const Values& requested) {
   Steps again;
   {
     const Readers readers(backward);
@@ -114,7 +114,7 @@ size_t quantize_again(const Steps& forward, Steps& backward,
                                  return exists(value) && !is_free_to_keep[index_of(value)] &&
                                         !readers.of(value).empty();
                                })) ||
-          (step.kind == StepKind::cast && std::ranges::count(asked, step.writes[0]) != 0))
+          (step.kind == StepKind::cast && std::ranges::count(requested, step.writes[0]) != 0))
         again.push_back(step);
   }
   backward.insert(backward.end(), again.begin(), again.end());
@@ -122,10 +122,10 @@ size_t quantize_again(const Steps& forward, Steps& backward,
 }
 
 /// Removes those of the last `count` steps whose source no other step reads or writes and that is
-/// not in `asked`: the source would have to be kept for them alone.
-void drop_needless(size_t count, const Values& asked, Steps& backward) {
+/// not in `requested`: the source would have to be kept for them alone.
+void drop_needless(size_t count, const Values& requested, Steps& backward) {
   const auto first = backward.end() - static_cast<std::ptrdiff_t>(count);
-  std::set<Value> used(asked.begin(), asked.end());
+  std::set<Value> used(requested.begin(), requested.end());
   if (count != 0)
     for (auto step = backward.begin(); step != first; ++step)
       for (const Values* list : {&step->reads, &step->writes})
@@ -151,8 +151,8 @@ bool is_again(const Step& step, Value value, const std::vector<Type>& types) {
 
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
-                      const std::vector<OperandTable>& operands, const Values& asked) {
-  const size_t quantized_again = quantize_again(forward, backward, is_free_to_keep, asked);
+                      const std::vector<OperandTable>& operands, const Values& requested) {
+  const size_t quantized_again = quantize_again(forward, backward, is_free_to_keep, requested);
   // All candidates are taken out first, so that the remaining writes are certain to happen.
   struct Candidate {
     size_t step, write;
@@ -210,7 +210,7 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
       for_each_read_to_reemit(backward[s], operands,
                               [&](size_t read) { backward[s].reads[read] = Value::none; });
   }
-  drop_needless(quantized_again, asked, backward);
+  drop_needless(quantized_again, requested, backward);
 }
 
 void schedule(Steps& steps) {

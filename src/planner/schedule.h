@@ -36,11 +36,11 @@ void for_each_read_to_reemit(const Step& step, const std::vector<OperandTable>& 
 ///
 /// If the source of codes exists in backward, because it is re-emitted or kept for another step,
 /// backward quantizes it to the same bits instead of having the codes kept. It does so as well if
-/// the source is in `asked`, and then also computes the casts of these values that the quantization
-/// reads.
+/// the source is in `requested`, and then also computes the casts of these values that the
+/// quantization reads.
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
-                      const std::vector<OperandTable>& operands, const Values& asked);
+                      const std::vector<OperandTable>& operands, const Values& requested);
 
 /// Orders the steps: each runs after the writers of what it reads, and no step passes another that
 /// mutates a value which either reads or mutates. Otherwise the given order stays, except that a

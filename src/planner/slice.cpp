@@ -76,11 +76,12 @@ std::shared_ptr<const BackwardPlan> slice_backward(const Plan& plan, const Backw
   Slicing slicing(plan, mask);
   sliced->steps = slicing.run();
   for (size_t i = 0; i < plan.gradients.size(); ++i)
-    sliced->gradients.push_back(mask.asked[i] ? slicing.resolve(plan.gradients[i]) : Value::none);
+    sliced->gradients.push_back(mask.requested[i] ? slicing.resolve(plan.gradients[i])
+                                                  : Value::none);
   const size_t value_count = plan.types.size();
-  const ValueSet asked(value_count, {&sliced->gradients});
-  const auto is_asked = [&](size_t gradient) { return mask.asked[gradient]; };
-  drop_dead_steps(sliced->steps, plan.types, asked, is_asked);
+  const ValueSet requested(value_count, {&sliced->gradients});
+  const auto is_requested = [&](size_t gradient) { return mask.requested[gradient]; };
+  drop_dead_steps(sliced->steps, plan.types, requested, is_requested);
   const auto parts = parts_of(sliced->steps);
   ValueSet is_there(value_count, {&plan.kept, &plan.workspaces, &plan.state, &plan.buffers});
   for (size_t i = 0; i < plan.output_gradients.size(); ++i)
@@ -89,7 +90,7 @@ std::shared_ptr<const BackwardPlan> slice_backward(const Plan& plan, const Backw
   FusionScope scope{.pass = Pass::backward,
                     .types = &plan.types,
                     .operands = &fusions.operands,
-                    .is_demanded = asked,
+                    .is_demanded = requested,
                     .is_there = is_there,
                     .resolved = [&](Value value) { return slicing.resolve(value); },
                     .skipped = &fusions.skipped,
@@ -100,8 +101,8 @@ std::shared_ptr<const BackwardPlan> slice_backward(const Plan& plan, const Backw
   sliced->steps = steps.take();
   check_coverage(parts, sliced->steps, "backward");
   if (!fusions.groups.empty())  // drop sums that only the replaced steps read
-    drop_dead_steps(sliced->steps, plan.types, asked, is_asked);
-  ValueSet stays = asked;
+    drop_dead_steps(sliced->steps, plan.types, requested, is_requested);
+  ValueSet stays = requested;
   stays.add(plan.workspaces);
   stays.add(plan.state);
   stays.add(plan.buffers);

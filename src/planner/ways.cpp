@@ -29,10 +29,10 @@ BackwardBase::BackwardBase(const Steps& whole, const Draft& draft, const ValueSe
   for (const Step& step : whole)  // keep what a gathering step reads, so that it can start at once
     if (only_writes_again(step, draft.operands))
       for (const Value value : step.reads) std::erase(candidates, value), writers.erase(value);
-  ValueSet asked(draft.types.size(), {&draft.gradients});
+  ValueSet requested(draft.types.size(), {&draft.gradients});
   for (const Step& step : steps)  // recomputed forward steps may read joined parameters
-    if (step.kind == StepKind::join) asked.add(step.writes);
-  drop_dead_steps(steps, draft.types, asked, [](size_t) { return true; });
+    if (step.kind == StepKind::join) requested.add(step.writes);
+  drop_dead_steps(steps, draft.types, requested, [](size_t) { return true; });
   for (const Step& step : steps) places.push_back(step.asked_by);
 }
 

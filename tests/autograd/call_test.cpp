@@ -43,9 +43,9 @@ TEST(Path, TheDispatcherOpGivesWhatTheDirectCallGives) {
   const Outputs direct = Pipeline(ops_json(ops))(inputs, params, true);
   EXPECT_TRUE(near(by_op[0], direct[0]));
   const Tensors grad{random({3, 4})};
-  Tensors asked = inputs;
-  asked.insert(asked.end(), params.begin(), params.end());
-  EXPECT_TRUE(near(gradients_of(by_op, asked, grad), gradients_of(direct, asked, grad)));
+  Tensors requested = inputs;
+  requested.insert(requested.end(), params.begin(), params.end());
+  EXPECT_TRUE(near(gradients_of(by_op, requested, grad), gradients_of(direct, requested, grad)));
 }
 
 TEST(Path, TheDispatcherOpReturnsFreshTensors) {

@@ -129,13 +129,13 @@ TEST(InPlace, NorHasItOneAmongTheGradientsThatAreAskedFor) {
 }
 
 TEST(InPlace, InAViewGivesTheGradientsThatAreAskedFor) {
-  const auto gradients = [](auto add, bool has_history, std::vector<size_t> asked) {
+  const auto gradients = [](auto add, bool has_history, std::vector<size_t> requested) {
     const at::Tensor x = leaf({4}), before = leaf({3, 4}, at::kFloat, 2);
     const at::Tensor base = has_history ? before * 3 : before.detach() * 3;
     const at::Tensor y = add(x, base.select(0, 1)) * 5;
     const Tensors leaves{x, before};
     Tensors from;
-    for (const size_t i : asked) from.push_back(leaves[i]);
+    for (const size_t i : requested) from.push_back(leaves[i]);
     return gradients_of({base, y}, from, {random({3, 4}), random({4})});
   };
   const auto in_pipeline = [](const at::Tensor& x, const at::Tensor& extra) {
@@ -143,10 +143,10 @@ TEST(InPlace, InAViewGivesTheGradientsThatAreAskedFor) {
   };
   const auto in_torch = [](const at::Tensor& x, const at::Tensor& extra) { return extra.add_(x); };
   for (const bool has_history : {true, false})
-    for (const std::vector<size_t>& asked :
+    for (const std::vector<size_t>& requested :
          {std::vector<size_t>{0}, std::vector<size_t>{1}, std::vector<size_t>{0, 1}}) {
-      const auto found = gradients(in_pipeline, has_history, asked),
-                 expected = gradients(in_torch, has_history, asked);
+      const auto found = gradients(in_pipeline, has_history, requested),
+                 expected = gradients(in_torch, has_history, requested);
       for (size_t i = 0; i < found.size(); ++i) {
         ASSERT_EQ(found[i].defined(), expected[i].defined()) << i;
         EXPECT_TRUE(!found[i].defined() || same(found[i], expected[i])) << i;

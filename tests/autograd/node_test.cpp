@@ -24,9 +24,10 @@ Outputs call(const Ops& ops, const Tensors& inputs, const Tensors& params = {}) 
   return Pipeline(ops_json(ops))(inputs, params, true);
 }
 
-void differentiate(const at::Tensor& y, const Tensors& asked, bool retain = false,
+void differentiate(const at::Tensor& y, const Tensors& requested, bool retain = false,
                    bool create = false) {
-  torch::autograd::grad({y}, {asked.begin(), asked.end()}, {at::ones_like(y)}, retain, create,
+  torch::autograd::grad({y}, {requested.begin(), requested.end()}, {at::ones_like(y)}, retain,
+                        create,
                         /*allow_unused=*/true);
 }
 
@@ -175,11 +176,11 @@ TEST(Node, OnePipelineOnManyThreads) {
   const auto params = mlp_params();
   const auto gradients = [&](uint64_t seed) {
     const Tensors inputs{leaf({16, 8}, at::kFloat, seed)};
-    Tensors asked = inputs;
-    asked.insert(asked.end(), params.begin(), params.end());
+    Tensors requested = inputs;
+    requested.insert(requested.end(), params.begin(), params.end());
     const Outputs outputs = pipeline(inputs, params, true);
     const Tensors grad{random({16, 8})};
-    return gradients_of(outputs, asked, grad);
+    return gradients_of(outputs, requested, grad);
   };
   std::vector<std::vector<Tensors>> found(4, std::vector<Tensors>(20));
   std::vector<std::thread> threads;

@@ -73,10 +73,10 @@ TEST(Outputs, ThatRequireNoGradAreNotMarked) {
 TEST(Outputs, AParameterThatIsFrozenBetweenCallsTakesEffect) {
   Pipeline pipeline(ops_json({"basic_linear", "bias"}));
   const Tensors inputs{random({2, 4})}, params{leaf({3, 4}), leaf({3})};
-  const auto gradients = [&](const Tensors& asked) {
+  const auto gradients = [&](const Tensors& requested) {
     const Outputs outputs = pipeline(inputs, params, true);
     const Tensors grad{random({2, 3})};
-    return gradients_of(outputs, asked, grad);
+    return gradients_of(outputs, requested, grad);
   };
   EXPECT_TRUE(gradients({params[0], params[1]})[0].defined());
   params[0].set_requires_grad(false);
@@ -101,8 +101,8 @@ TEST(Outputs, UnderAutocastHaveItsDtype) {
 TEST(Outputs, UndefinedGradientsStayUndefined) {
   const at::Tensor x = leaf({2, 4}), bias = leaf({4});
   const Outputs outputs = call({"make_extra_output", "bias"}, {x}, {bias});
-  const Tensors one{outputs[1]}, asked{x, bias}, grad{random({2, 4})};
-  const auto gradients = gradients_of(one, asked, grad);
+  const Tensors one{outputs[1]}, requested{x, bias}, grad{random({2, 4})};
+  const auto gradients = gradients_of(one, requested, grad);
   EXPECT_TRUE(same(gradients[0], grad[0]));
   EXPECT_FALSE(gradients[1].defined());
 }

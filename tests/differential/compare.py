@@ -65,13 +65,13 @@ def _gradients(reference: Reference, values: list[Valued], outcome: Outcome, fac
         for value, grad, factor in zip(values, outcome.given, factors, strict=True)
         if grad is not None and value.value.requires_grad
     ]
-    asked = [reference.leaves[i] for i in outcome.asked]
-    if not pairs or not asked:
+    requested = [reference.leaves[i] for i in outcome.requested]
+    if not pairs or not requested:
         return [None] * len(reference.leaves)
-    asked_with_grad = [leaf for leaf in asked if leaf.requires_grad]
+    asked_with_grad = [leaf for leaf in requested if leaf.requires_grad]
     found = iter(torch.autograd.grad([y for y, _ in pairs], asked_with_grad, [g for _, g in pairs], allow_unused=True, retain_graph=True))
     grads: list[torch.Tensor | None] = [None] * len(reference.leaves)
-    for i in outcome.asked:
+    for i in outcome.requested:
         if reference.leaves[i].requires_grad:
             grads[i] = next(found)
             if reference.built.leaves[i].dtype == torch.float16:
@@ -173,7 +173,7 @@ def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Refere
             if grad is not None and not value.value.requires_grad and not may_require_more:
                 return Verdict("wrong", f"output {i} requires grad")
         grads = _gradients(reference, values, outcome, factors)
-        for i in outcome.asked:
+        for i in outcome.requested:
             expected.append((f"gradient of {built.names[i]}", outcome.grads[i], grads[i]))
     failed = [
         n for n, (name, actual, wanted) in enumerate(expected)
@@ -210,7 +210,7 @@ def _spreads(built: Built, mode: Case, outcome: Outcome, expected: list, factors
         results = [v.value * f for v, f in zip(values, factors, strict=True)]
         if differentiable:
             grads = _gradients(noisy, values, outcome, factors)
-            results += [grads[i] for i in outcome.asked]
+            results += [grads[i] for i in outcome.requested]
         for n, (result, (_, _, wanted)) in enumerate(zip(results, expected, strict=True)):
             spreads[n] = max(spreads[n], _distance(result, wanted))
     return spreads
@@ -267,15 +267,15 @@ def compare_outcomes(built: Built, case: Case, a: Outcome, b: Outcome, what: str
     mode = case["mode"]
     factors = [1.0] * len(a.outputs)
     expected = [(f"output {i}", x, y) for i, (x, y) in enumerate(zip(a.outputs, b.outputs, strict=True))]
-    expected += [(f"gradient of {built.names[i]}", a.grads[i], b.grads[i]) for i in a.asked]
+    expected += [(f"gradient of {built.names[i]}", a.grads[i], b.grads[i]) for i in a.requested]
     failed = [n for n, (_, x, y) in enumerate(expected) if not _is_close(x, y, ROUNDINGS * _unit(built, mode), _least(built))]
     if not failed:
         return Verdict("right")
     reference, values = _references(built, mode, a)
     exact = [v.value for v in values]
-    if a.asked:
+    if a.requested:
         grads = _gradients(reference, values, a, factors)
-        exact += [grads[i] for i in a.asked]
+        exact += [grads[i] for i in a.requested]
     exact_only = [(None, None, e) for e in exact]
-    unexplained = _unexplained(expected, failed, lambda samples: _spreads(built, mode, a, exact_only, factors, bool(a.asked), samples))
+    unexplained = _unexplained(expected, failed, lambda samples: _spreads(built, mode, a, exact_only, factors, bool(a.requested), samples))
     return Verdict("wrong", "{}: {} differs by {}".format(what, *unexplained)) if unexplained else Verdict("right", "by spread")

@@ -24,7 +24,7 @@ class Outcome:
     outputs: list[torch.Tensor] = field(default_factory=list)
     grads: list[torch.Tensor | None] = field(default_factory=list)
     given: list[torch.Tensor | None] = field(default_factory=list)  # for each output the gradient that backward got, or None
-    asked: list[int] = field(default_factory=list)
+    requested: list[int] = field(default_factory=list)
     error: Exception | None = None
     notes: list[str] = field(default_factory=list)  # errors other than wrong numbers
     in_place_error: Exception | None = None
@@ -210,11 +210,11 @@ def _run(outcome: Outcome, built: Built, case: Case, call: Callable[..., list[to
     # An in-place write turns a leaf that requires no gradient into a non-leaf.
     candidates = [i for i, leaf in enumerate(built.leaves) if leaf.requires_grad and leaf.is_leaf]
     ask = mode.get("ask")
-    outcome.asked = [i for i in candidates if ask is None or i in ask]
+    outcome.requested = [i for i in candidates if ask is None or i in ask]
     outcome.grads = [None] * len(built.leaves)
     outputs = [t for t, g in zip(live, outcome.given, strict=True) if g is not None]
     grads = [g for g in outcome.given if g is not None]
-    if not outputs or not outcome.asked:
+    if not outputs or not outcome.requested:
         return
     with regions({"recipe": mode["recipe"]}) if mode.get("inside") and "recipe" in mode else contextlib.nullcontext():
         _backward(outcome, built, mode, outputs, grads)
@@ -252,11 +252,11 @@ def _check_in_place(outcome: Outcome, built: Built, extras: list[torch.Tensor], 
 
 
 def _backward(outcome: Outcome, built: Built, mode: Case, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    asked = [built.leaves[i] for i in outcome.asked]
+    requested = [built.leaves[i] for i in outcome.requested]
     kind = mode.get("bw", "plain")
     if kind == "batched":
         stacked = [torch.stack([g, -2 * g, 0 * g]) for g in grads]
-        found = torch.autograd.grad(outputs, asked, stacked, is_grads_batched=True, allow_unused=True)
+        found = torch.autograd.grad(outputs, requested, stacked, is_grads_batched=True, allow_unused=True)
         for f in found:
             dtypes = {leaf.dtype for leaf in built.leaves} | ({torch.float16} if mode.get("ac") == "f16" else set())
             recipe = mode.get("recipe") or {}
@@ -267,19 +267,19 @@ def _backward(outcome: Outcome, built: Built, mode: Case, outputs: list[torch.Te
     elif kind == "acc":
         for leaf in built.leaves:
             leaf.grad = None
-        torch.autograd.backward(outputs, grads, inputs=asked if mode.get("ask") is not None else None)
-        found = tuple(leaf.grad for leaf in asked)
+        torch.autograd.backward(outputs, grads, inputs=requested if mode.get("ask") is not None else None)
+        found = tuple(leaf.grad for leaf in requested)
     elif kind == "thread":
-        found = _in_thread(lambda: torch.autograd.grad(outputs, asked, grads, allow_unused=True))
+        found = _in_thread(lambda: torch.autograd.grad(outputs, requested, grads, allow_unused=True))
     elif kind == "retain":
-        first = torch.autograd.grad(outputs, asked, grads, allow_unused=True, retain_graph=True)
-        found = torch.autograd.grad(outputs, asked, grads, allow_unused=True)
+        first = torch.autograd.grad(outputs, requested, grads, allow_unused=True, retain_graph=True)
+        found = torch.autograd.grad(outputs, requested, grads, allow_unused=True)
         for a, b in zip(first, found, strict=True):
             if (a is None) != (b is None) or (a is not None and not torch.equal(a.nan_to_num(), b.nan_to_num())):
                 outcome.notes.append("a second backward differs from the first")
     else:
-        found = torch.autograd.grad(outputs, asked, grads, allow_unused=True)
-    for index, gradient in zip(outcome.asked, found, strict=True):
+        found = torch.autograd.grad(outputs, requested, grads, allow_unused=True)
+    for index, gradient in zip(outcome.requested, found, strict=True):
         outcome.grads[index] = gradient
 
 
@@ -332,7 +332,7 @@ def _functional(outcome: Outcome, built: Built, case: Case, generator: torch.Gen
         outcome.given = [gradient_like(t.shape, t.dtype, "plain", generator) if t.is_floating_point() else None for t in outputs]
         cotangents = tuple(torch.zeros_like(t) if g is None else g for t, g in zip(outputs, outcome.given, strict=True))
         found = pullback(cotangents)
-    outcome.asked = floating
+    outcome.requested = floating
     outcome.grads = [None] * len(built.leaves)
     for i, gradient in zip(floating, found, strict=True):
         outcome.grads[i] = gradient

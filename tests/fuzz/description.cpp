@@ -156,7 +156,7 @@ void run(const std::string& text, Bytes choices) {
       by_op ? tandem::call_op(arguments, text)
             : tandem::run_pipeline(plan, arguments,
                                    direct ? tandem::Path::direct : tandem::Path::dispatch);
-  Tensors from, grads, asked;
+  Tensors from, grads, requested;
   for (const at::Tensor& output : outputs)
     if (output.requires_grad() && (choices.next() & 3) != 3) {
       from.push_back(output);
@@ -164,8 +164,8 @@ void run(const std::string& text, Bytes choices) {
     }
   for (const at::TensorList list : {arguments.inputs, arguments.params})
     for (const at::Tensor& tensor : list)
-      if (tensor.requires_grad() && (choices.next() & 3) != 3) asked.push_back(tensor);
-  if (!from.empty() && !asked.empty()) tandem::gradients_of(from, asked, grads);
+      if (tensor.requires_grad() && (choices.next() & 3) != 3) requested.push_back(tensor);
+  if (!from.empty() && !requested.empty()) tandem::gradients_of(from, requested, grads);
 }
 
 // ---- mutation ----

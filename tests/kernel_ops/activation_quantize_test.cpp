@@ -40,7 +40,7 @@ TEST_P(ActivationQuantizeOp, GivesTheBitsOfBothInTurn) {
                              .output_mask = {true, true}};
           const auto made = dispatch<Forward>(args);
           args.output_mask = {z, y};
-          args.codes = asked(&quantizer, codes);
+          args.codes = requested(&quantizer, codes);
           const auto fused = dispatch<Forward>(args);
           expect_made(fused, made, args.output_mask);
           expect_codes<Forward>(fused, 0, made[Forward::y], args.codes);
@@ -77,8 +77,8 @@ TEST_P(ActivationQuantizeOp, OfGradients) {
                                  Wanted{{false, false, false}, {}, {true, true, true}},
                                  Wanted{{false, true, false}, {}, {false, false, true}}}) {
       args.output_mask = wanted.results;
-      args.codes = asked(&one, wanted.of_grad);
-      args.y_codes = asked(other, wanted.of_y);
+      args.codes = requested(&one, wanted.of_grad);
+      args.y_codes = requested(other, wanted.of_y);
       const auto fused = dispatch<Backward>(args);
       expect_made(fused, made, wanted.results);
       expect_codes<Backward>(fused, 0, made[Backward::grad_z], args.codes);
@@ -107,8 +107,8 @@ TEST(ActivationQuantizeOps, SumsOfManyBlocksOnAnyNumberOfThreads) {
                             .output_mask = {true, true, true}};
         const auto made = dispatch<Backward>(args);
         args.output_mask = {false, false, true};
-        args.codes = asked(all[q], {true, true, true});
-        args.y_codes = asked(of_y, {true, true, true});
+        args.codes = requested(all[q], {true, true, true});
+        args.y_codes = requested(of_y, {true, true, true});
         for (const int count : {1, 2, 3}) {
           at::set_num_threads(count);
           const auto fused = dispatch<Backward>(args);
@@ -131,7 +131,7 @@ TEST(ActivationQuantizeOps, OfManyBlocksWithNanAndInfinity) {
       const at::Tensor y = dispatch<Forward>(args)[Forward::y];
       args.output_mask = {false, false};
       for (const bool both : {false, true}) {
-        args.codes = asked(quantizer, {true, both, true});
+        args.codes = requested(quantizer, {true, both, true});
         expect_codes<Forward>(dispatch<Forward>(args), 0, y, args.codes);
       }
     }
@@ -140,11 +140,11 @@ TEST(ActivationQuantizeOps, OfManyBlocksWithNanAndInfinity) {
 TEST(ActivationQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
   EXPECT_THAT(
       [] {
-        dispatch<Forward>(
-            {.x = random({4, 6}),
-             .activation = "silu",
-             .is_gated = true,
-             .codes = AskedCodes{quantizers()[0], at::scalar_tensor(1.0f), {true, false, false}}});
+        dispatch<Forward>({.x = random({4, 6}),
+                           .activation = "silu",
+                           .is_gated = true,
+                           .codes = RequestedCodes{
+                               quantizers()[0], at::scalar_tensor(1.0f), {true, false, false}}});
       },
       ThrowsText<c10::ValueError>("activation_forward: expected no scale and no seed for ",
                                   "got one"));
@@ -160,9 +160,9 @@ TEST(ActivationQuantizeOpErrors, CodesWithoutAQuantizer) {
                .activation = "silu",
                .is_gated = true,
                .output_mask = {true, false, false},
-               .y_codes = AskedCodes{nullptr,
-                                     is_given ? Optional(at::scalar_tensor(1.0f)) : Optional(),
-                                     {!is_given, false, false}}});
+               .y_codes = RequestedCodes{nullptr,
+                                         is_given ? Optional(at::scalar_tensor(1.0f)) : Optional(),
+                                         {!is_given, false, false}}});
         },
         ThrowsText<c10::ValueError>("activation_backward: expected a quantizer for what ",
                                     "got none. Name one"));

@@ -184,7 +184,7 @@ void expect_the_bits_of_both(const Quantizer& quantizer, const at::Tensor& x) {
                                  GroupMask{false, true, false}}) {
     SumRows::Args args{.x = x, .dtype = codes[0] ? at::kFloat : at::kBFloat16};
     const auto made = dispatch<SumRows>(args);
-    args.codes = asked(&quantizer, codes);
+    args.codes = requested(&quantizer, codes);
     const auto fused = dispatch<SumRows>(args);
     expect_made(fused, made, {true});
     expect_codes<SumRows>(fused, 0, x, args.codes);
@@ -199,7 +199,7 @@ void expect_the_bits_of_both(const Quantizer& quantizer, const at::Tensor& x) {
         .grad_y = x, .seed = seed, .p = 0.3, .dtype = wanted[0] ? at::kFloat : at::kBFloat16};
     const auto made = dispatch<DropoutBackward>(args);
     args.output_mask = wanted;
-    args.codes = asked(&quantizer, codes);
+    args.codes = requested(&quantizer, codes);
     const auto fused = dispatch<DropoutBackward>(args);
     expect_made(fused, made, wanted);
     expect_codes<DropoutBackward>(fused, 0, made[0], args.codes);
@@ -228,7 +228,8 @@ TEST(ElementwiseAndQuantizeOp, OfManyBlocksOnAnyNumberOfThreads) {
 TEST(ElementwiseAndQuantizeOpErrors, ScalarsAndWhatTheQuantizerDoesNotTake) {
   const at::Tensor one = at::scalar_tensor(1.0f), x = random({4, 6}), seed = seed_of(77);
   const GroupMask rows{true, false, false};
-  const AskedCodes codes{quantizers()[0], std::nullopt, rows}, scaled{quantizers()[0], one, rows};
+  const RequestedCodes codes{quantizers()[0], std::nullopt, rows},
+      scaled{quantizers()[0], one, rows};
   EXPECT_THAT([&] { dispatch<SumRows>({.x = one, .dtype = at::kFloat, .codes = codes}); },
               ThrowsText<c10::ValueError>("sum_rows: expected x with at least 1 dimension", "got"));
   EXPECT_THAT(

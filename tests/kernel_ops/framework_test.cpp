@@ -91,8 +91,8 @@ TEST(KernelOp, CodesOfARowThatMakesNoneAreMadeBehindIt) {
       Multiples::Args args{
           .x = own,
           .output_mask = {true, with_thrice},
-          .codes = asked(&quantizer("mxfp8_e4m3"), {true, true, false}),
-          .x_codes = asked(&quantizer("fp8_e5m2"), {true, false, true}),
+          .codes = requested(&quantizer("mxfp8_e4m3"), {true, true, false}),
+          .x_codes = requested(&quantizer("fp8_e5m2"), {true, false, true}),
       };
       EXPECT_EQ(choose<Multiples>(args).listed != nullptr, dtype == at::kFloat);
       const auto got = dispatch<Multiples>(args);
@@ -116,7 +116,7 @@ TEST(KernelOp, CodesThatNoQuantizerMakesAreRefused) {
   const Tensor x = random({2, 3});
   EXPECT_THAT(
       [&] {
-        dispatch<Multiples>({.x = x, .codes = AskedCodes{nullptr, {}, {true, false, false}}});
+        dispatch<Multiples>({.x = x, .codes = RequestedCodes{nullptr, {}, {true, false, false}}});
       },
       ThrowsText<c10::ValueError>("test_multiples: expected a quantizer for what is given and "
                                   "wanted of codes, got none. Name one, or ask for no codes."));

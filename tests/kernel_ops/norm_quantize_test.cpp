@@ -45,7 +45,7 @@ class NormQuantizeOp : public ::testing::TestWithParam<bool> {
                                         {true, false, GroupMask{true, false, true}},
                                         {false, true, GroupMask{false, false, true}}}) {
       args.output_mask = {extra && sum, y};
-      args.codes = asked(&quantizer, codes);
+      args.codes = requested(&quantizer, codes);
       const auto fused = dispatch<NormForward>(args);
       expect_made(fused, made, {extra && sum, y, is_layer_norm(), true});
       expect_codes<NormForward>(fused, 0, made[NormForward::y], args.codes);
@@ -89,8 +89,8 @@ class NormQuantizeOp : public ::testing::TestWithParam<bool> {
           Wanted{{false, true, true, true, false}, {}, {true, true, true}},
           Wanted{{true, true, true, true, with_bias}, {}, {}}}) {
       args.output_mask = wanted.results;
-      args.codes = asked(&one, wanted.of_grad);
-      args.y_codes = asked(&other, wanted.of_y);
+      args.codes = requested(&one, wanted.of_grad);
+      args.y_codes = requested(&other, wanted.of_y);
       const auto fused = dispatch<NormBackward>(args);
       expect_made(fused, made, wanted.results);
       expect_codes<NormBackward>(fused, 0, made[NormBackward::grad_x], args.codes);
@@ -132,7 +132,7 @@ TEST_P(NormQuantizeOp, InCompositeForm) {
                          .eps = kEps,
                          .zero_centered_gamma = false};
   const at::Tensor y = dispatch<NormForward>(args)[NormForward::y];
-  args.codes = asked(&tandem::quantizer("fp8_e4m3"), {true, false, true});
+  args.codes = requested(&tandem::quantizer("fp8_e4m3"), {true, false, true});
   for (const bool with_y : {false, true}) {
     args.output_mask[NormForward::y] = with_y;
     const auto fused = dispatch<NormForward>(args);
@@ -188,7 +188,7 @@ TEST_P(NormQuantizeOp, OfGradientsOverTwoDimensions) {
 TEST(NormQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
   const at::Tensor x = random({4, 6}), weight = random({6}), rows = random({4});
   const Optional given = at::scalar_tensor(1.0f);
-  const auto run = [&](const AskedCodes& codes, const AskedCodes& y_codes) {
+  const auto run = [&](const RequestedCodes& codes, const RequestedCodes& y_codes) {
     return [=] {
       dispatch<NormBackward>({.grad_y = x,
                               .x = x,

@@ -125,10 +125,10 @@ TEST(Pipeline, CachedCodesGiveTheNumbersOfFreshOnes) {
   const Autocast region;
   const Outputs outputs = pipeline(inputs, params, true);
   EXPECT_TRUE(same(outputs[0], fresh.outputs[0]));
-  Tensors asked = inputs;
-  asked.insert(asked.end(), params.begin(), params.end());
+  Tensors requested = inputs;
+  requested.insert(requested.end(), params.begin(), params.end());
   const Tensors grad{random({4, 8}, at::kFloat, 51)};
-  const auto gradients = gradients_of(outputs, asked, grad);
+  const auto gradients = gradients_of(outputs, requested, grad);
   for (size_t i = 0; i < gradients.size(); ++i)
     EXPECT_TRUE(same(gradients[i], fresh.gradients[i])) << i;
 }

@@ -67,7 +67,7 @@ TEST(Slices, OfManyMasksTheFirstAndTheRecentStay) {
                         Tensors(7, leaf({4})), kUnfused);
   const auto mask_of = [](int which) {
     BackwardMask mask{{true}, {}};
-    for (int bit = 0; bit < 8; ++bit) mask.asked.push_back((which >> bit & 1) != 0);
+    for (int bit = 0; bit < 8; ++bit) mask.requested.push_back((which >> bit & 1) != 0);
     return mask;
   };
   const auto first = backward_plan(planned.plan(), mask_of(0));

@@ -124,8 +124,8 @@ def _serve(rank: int, size: int, folder: str, pipe: connection.Connection) -> No
     gc.collect()
     gc.freeze()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    while (asked := pipe.recv()) is not None:
-        check, arguments = asked
+    while (requested := pipe.recv()) is not None:
+        check, arguments = requested
         pipe.send(_error_of(check, rank, size, arguments))
         torch.compiler.reset()
         gc.collect()  # cycles of modules hold on to their group

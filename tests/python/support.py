@@ -117,14 +117,14 @@ def check_against(module, reference, x, gain=0.0):
     y, y64 = module(x), reference(x64, *params64)
     close(y, y64)
     grad = torch.randn(y.shape, dtype=torch.float64).to(y)
-    asked = [t for t in (x, *params) if t.requires_grad]
+    requested = [t for t in (x, *params) if t.requires_grad]
     asked64 = [t for t in (x64, *params64) if t.requires_grad]
-    if not asked:
+    if not requested:
         assert not y.requires_grad
         return
-    grads = torch.autograd.grad(y, asked, grad)
+    grads = torch.autograd.grad(y, requested, grad)
     for actual, expected in zip(grads, torch.autograd.grad(y64, asked64, grad.double()), strict=True):
-        assert actual.dtype == y.dtype or actual.dtype in [t.dtype for t in asked]
+        assert actual.dtype == y.dtype or actual.dtype in [t.dtype for t in requested]
         close(actual, expected, terms=gain * grad.abs().max().item() if grad.numel() else 0.0)
 
 

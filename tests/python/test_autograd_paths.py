@@ -33,7 +33,7 @@ def test_backward_inside_torch_autocast_is_that_outside(dtype, recipe, way):
         pytest.skip("a recipe is refused under compiled autograd")
     box, x = mlp(), torch.randn(64, 16, requires_grad=True)
     grad = torch.randn(64, 8).to(dtype)
-    asked = [x, *box.parameters()]
+    requested = [x, *box.parameters()]
     torch._dynamo.reset()
 
     def forward(function):
@@ -42,7 +42,7 @@ def test_backward_inside_torch_autocast_is_that_outside(dtype, recipe, way):
 
     with torch.autocast("cpu", dtype=dtype):
         y = forward(box)
-    expected = torch.autograd.grad(y, asked, grad)
+    expected = torch.autograd.grad(y, requested, grad)
     if way == "compiled":
         function = torch.compile(box, backend="aot_eager")
     elif way == "dispatch":
@@ -58,9 +58,9 @@ def test_backward_inside_torch_autocast_is_that_outside(dtype, recipe, way):
             x.grad = None
             box.zero_grad()
             y.backward(grad)
-            actual = [tensor.grad for tensor in asked]
+            actual = [tensor.grad for tensor in requested]
         else:
-            actual = torch.autograd.grad(y, asked, grad)
+            actual = torch.autograd.grad(y, requested, grad)
     for a, e in zip(actual, expected, strict=True):
         assert a.isfinite().all() and a.dtype == e.dtype
         if recipe is None and way != "direct":  # products are torch's there, which may sum in another order
@@ -96,12 +96,12 @@ def test_a_mode_sees_the_backward_of_a_direct_forward():
 @pytest.mark.parametrize("retain", [False, True])
 def test_batched_gradients(recipe, retain):
     box, x = mlp(), torch.randn(5, 16, requires_grad=True)
-    asked = [x, *box.parameters()]
+    requested = [x, *box.parameters()]
     with tandem.autocast(enabled=recipe is not None, recipe=recipe):
         y = box(x)
     grads = torch.randn(3, 5, 8)
-    one_by_one = [torch.autograd.grad(y, asked, grad, retain_graph=True) for grad in grads]
-    batched = torch.autograd.grad(y, asked, grads, is_grads_batched=True, retain_graph=retain)
+    one_by_one = [torch.autograd.grad(y, requested, grad, retain_graph=True) for grad in grads]
+    batched = torch.autograd.grad(y, requested, grads, is_grads_batched=True, retain_graph=retain)
     for tensor, *expected in zip(batched, *one_by_one, strict=True):
         expected = torch.stack(expected)
         torch.testing.assert_close(tensor, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
@@ -112,12 +112,12 @@ def test_batched_gradients_of_products_of_groups(recipe):
     """Kernel ops that take lists of tensors, for which torch has no rule."""
     box = ops.Sequential(ops.GroupedLinear(2, 16, 32, scale_bias=True), ops.ReLU(), ops.GroupedLinear(2, 32, 16))
     x, scales, splits = torch.randn(6, 16, requires_grad=True), torch.rand(6, requires_grad=True), torch.tensor([4, 2])
-    asked = [x, scales, *box.parameters()]
+    requested = [x, scales, *box.parameters()]
     with tandem.autocast(enabled=recipe is not None, recipe=recipe):
         y = box(x, splits, scales, splits)
     grads = torch.randn(3, 6, 16)
-    one_by_one = [torch.autograd.grad(y, asked, grad, retain_graph=True) for grad in grads]
-    batched = torch.autograd.grad(y, asked, grads, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(y, requested, grad, retain_graph=True) for grad in grads]
+    batched = torch.autograd.grad(y, requested, grads, is_grads_batched=True)
     for tensor, *expected in zip(batched, *one_by_one, strict=True):
         torch.testing.assert_close(tensor, torch.stack(expected))
 
@@ -125,13 +125,13 @@ def test_batched_gradients_of_products_of_groups(recipe):
 def test_batched_gradients_share_a_delayed_scale():
     """As those of one call: the next scale is that of the largest of all."""
     linear, x = ops.Linear(32, 32, bias=False), torch.randn(16, 32, requires_grad=True)
-    asked, grads = [x, linear.weight], torch.randn(3, 16, 32)
+    requested, grads = [x, linear.weight], torch.randn(3, 16, 32)
     for _ in range(2):  # the second finds a scale
         with tandem.autocast(recipe=tandem.recipe.DelayedScaling()):
             y = linear(x)
-        batched = torch.autograd.grad(y, asked, grads, is_grads_batched=True, retain_graph=True)
+        batched = torch.autograd.grad(y, requested, grads, is_grads_batched=True, retain_graph=True)
     torch.testing.assert_close(linear.state_dict()["recipe_state.backward.scale"], torch.finfo(torch.float8_e5m2).max / grads.abs().max()[None])
-    one_by_one = [torch.autograd.grad(y, asked, grad, retain_graph=True) for grad in grads]
+    one_by_one = [torch.autograd.grad(y, requested, grad, retain_graph=True) for grad in grads]
     for tensor, *expected in zip(batched, *one_by_one, strict=True):
         assert torch.equal(tensor, torch.stack(expected))
 

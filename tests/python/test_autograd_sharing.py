@@ -48,11 +48,11 @@ def tied(kind, dtype=torch.float64):
 def test_one_parameter_in_two_ops(kind, x_grad):
     box, weight, reference = tied(kind)
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=x_grad)
-    asked = [x, weight] if x_grad else [weight]
+    requested = [x, weight] if x_grad else [weight]
     y = box(x)
-    expected = grads_of(reference(x, weight), asked)
+    expected = grads_of(reference(x, weight), requested)
     for retain in (True, True, False):
-        torch.testing.assert_close(grads_of(y, asked, retain_graph=retain), expected)
+        torch.testing.assert_close(grads_of(y, requested, retain_graph=retain), expected)
     (weight_grad,) = grads_of(box(x), [weight])
     torch.testing.assert_close(weight_grad, expected[-1])
 
@@ -416,9 +416,9 @@ def test_what_is_read_before_the_write_or_apart_from_it_may_be_the_same_tensor()
         y = ops.Sequential(*make())(*arguments(x, leaf * 1))
         expected = reference(x, leaf)
         torch.testing.assert_close(y, expected)
-        asked = [x, leaf]
-        actual = torch.autograd.grad(y.sum(), asked, allow_unused=True)
-        torch.testing.assert_close(actual, torch.autograd.grad(expected.sum(), asked, allow_unused=True))
+        requested = [x, leaf]
+        actual = torch.autograd.grad(y.sum(), requested, allow_unused=True)
+        torch.testing.assert_close(actual, torch.autograd.grad(expected.sum(), requested, allow_unused=True))
 
 
 NO_GRADIENT = (

@@ -35,9 +35,9 @@ def test_an_extra_input_of_the_caller_broadcasts(name, shape, compiled):
     actual = run(x, extra)
     torch.testing.assert_close(actual, expected)
     grad = torch.randn_like(expected)
-    asked = [x, *box.parameters()]
-    *wanted, of_whole = torch.autograd.grad(expected, [*asked, whole], grad)
-    *found, of_extra = torch.autograd.grad(actual, [*asked, extra], grad)
+    requested = [x, *box.parameters()]
+    *wanted, of_whole = torch.autograd.grad(expected, [*requested, whole], grad)
+    *found, of_extra = torch.autograd.grad(actual, [*requested, extra], grad)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(of_extra, of_whole.sum_to_size(shape))
     assert compiled or box.verify(x, extra), box.verify(x, extra)
@@ -58,12 +58,12 @@ def test_x_broadcasts(name, shape, extra_shape, compiled):
     parts = [op for unit in box for op in unit.flat_ops()]
     at = next(index for index, op in enumerate(parts) if isinstance(op, ops.AddExtraInput))
     before, behind = (ops.Sequential(*some) if some else torch.nn.Identity() for some in (parts[:at], parts[at + 1 :]))
-    asked = [extra, *([x.requires_grad_()] if at == 0 else [])]
+    requested = [extra, *([x.requires_grad_()] if at == 0 else [])]
     expected = behind(before(x) + extra)
     actual = run(x, extra)
     torch.testing.assert_close(actual, expected)
     grad = torch.randn_like(expected)
-    torch.testing.assert_close(torch.autograd.grad(actual, asked, grad), torch.autograd.grad(expected, asked, grad))
+    torch.testing.assert_close(torch.autograd.grad(actual, requested, grad), torch.autograd.grad(expected, requested, grad))
     with torch.no_grad():
         torch.testing.assert_close(run(x, extra), expected)
     assert compiled or at or box.verify(x, extra), box.verify(x, extra)  # which asks for the gradient of x, too

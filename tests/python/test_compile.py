@@ -19,9 +19,9 @@ def compiled(module, backend="aot_eager", **kwargs):
 
 
 def compare(box, function, x):
-    asked = [x, *box.parameters()]
-    expected = torch.autograd.grad(box(x).pow(2).sum(), asked)
-    actual = torch.autograd.grad(function(x).pow(2).sum(), asked)
+    requested = [x, *box.parameters()]
+    expected = torch.autograd.grad(box(x).pow(2).sum(), requested)
+    actual = torch.autograd.grad(function(x).pow(2).sum(), requested)
     torch.testing.assert_close(function(x), box(x))
     torch.testing.assert_close(actual, expected)
 

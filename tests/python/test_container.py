@@ -443,8 +443,8 @@ def test_fx_traces_a_pipeline_as_one_call():
     assert [node.target for node in traced.graph.nodes if "pipeline" in str(node.target)] == [torch.ops.tandem.pipeline] * 2
     torch.testing.assert_close(traced(other), model(other))
     expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
-    asked = [x, *(traced.get_parameter(name) for name, _ in model.named_parameters())]
-    torch.testing.assert_close(torch.autograd.grad(traced(x).sum(), asked), expected)
+    requested = [x, *(traced.get_parameter(name) for name, _ in model.named_parameters())]
+    torch.testing.assert_close(torch.autograd.grad(traced(x).sum(), requested), expected)
     with torch.no_grad():
         model.mlp[1].weight.mul_(2)
     torch.testing.assert_close(traced(other), model(other))

@@ -248,8 +248,8 @@ def test_super_of_an_op_of_the_library(made, compiled):
     run = torch.compile(box, fullgraph=True, backend="aot_eager") if compiled else box
     expected = reference(x, *box.parameters())
     torch.testing.assert_close(run(x), expected)
-    asked = [x, *box.parameters()]
-    torch.testing.assert_close(torch.autograd.grad(run(x).sum(), asked), torch.autograd.grad(expected.sum(), asked, retain_graph=True))
+    requested = [x, *box.parameters()]
+    torch.testing.assert_close(torch.autograd.grad(run(x).sum(), requested), torch.autograd.grad(expected.sum(), requested, retain_graph=True))
     with torch.no_grad():
         torch.testing.assert_close(run(x), expected)
     if not compiled:
@@ -331,13 +331,13 @@ class JointGELUBias(BackwardGELUBias):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_fusions_call_the_directions_of_their_ops(register, kinds, made, compiled):
     box, x = randomize(ops.Sequential(ops.Linear(8, 6), ops.GELU())), torch.randn(4, 8, requires_grad=True)
-    asked = [x, *box.parameters()]
+    requested = [x, *box.parameters()]
     expected = box(x)
-    grads = torch.autograd.grad(expected.sum(), asked)
+    grads = torch.autograd.grad(expected.sum(), requested)
     with register(replacing(kinds, made)):
         run = torch.compile(box, fullgraph=True, backend="aot_eager") if compiled else box
         torch.testing.assert_close(run(x), expected)
-        torch.testing.assert_close(torch.autograd.grad(run(x).sum(), asked), grads)
+        torch.testing.assert_close(torch.autograd.grad(run(x).sum(), requested), grads)
         assert any(name.startswith("fuse_into_") for name in box.fusions_made()), box.fusions_made()
         assert compiled or box.verify(x), box.verify(x)
 

@@ -113,9 +113,9 @@ def outcome(function, grad):
         if not grad:
             assert not differentiable
             return list(results)
-        asked = [t for t in leaves if t.requires_grad]
-        assert bool(asked) == bool(differentiable)
-        gradients = torch.autograd.grad([r.sum() for r in differentiable], asked, allow_unused=True) if asked else ()
+        requested = [t for t in leaves if t.requires_grad]
+        assert bool(requested) == bool(differentiable)
+        gradients = torch.autograd.grad([r.sum() for r in differentiable], requested, allow_unused=True) if requested else ()
         return [r.detach() for r in results] + list(gradients)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return error

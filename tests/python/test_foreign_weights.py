@@ -1,4 +1,4 @@
-"""Weights whose types have products of their own, as those of quantizing libraries: they are asked, as `torch.nn.Linear` asks them."""
+"""Weights whose types have products of their own, as those of quantizing libraries: they are asked as `torch.nn.Linear` asks them."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def fuse_all(made: type[ops.FusedOperation]) -> Any:
 def numbers(box: Any, x: Any, *extra: Any) -> list[Any]:
     torch.manual_seed(3)
     y = box(x, *extra)
-    asked = [tensor for tensor in (x, *extra, *box.parameters()) if tensor.requires_grad]
-    return [y, *torch.autograd.grad(y, asked, torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype))]
+    requested = [tensor for tensor in (x, *extra, *box.parameters()) if tensor.requires_grad]
+    return [y, *torch.autograd.grad(y, requested, torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype))]
 
 
 def check_same(box: Any, x: Any, *extra: Any, register: Any, made: type[ops.FusedOperation], compiled: bool = False) -> None:
@@ -357,8 +357,8 @@ def test_a_delegated_backward_of_products_under_a_recipe(recipe: Any, frozen: st
 def numbers_of(call: Any, box: Any, x: Any) -> list[Any]:
     torch.manual_seed(3)
     y = call(x)
-    asked = [tensor for tensor in (x, *box.parameters()) if tensor.requires_grad]
-    return [y, *torch.autograd.grad(y, asked, torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))]
+    requested = [tensor for tensor in (x, *box.parameters()) if tensor.requires_grad]
+    return [y, *torch.autograd.grad(y, requested, torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))]
 
 
 class ByHand(ops.FusedOperation):
@@ -417,18 +417,18 @@ def test_a_fusion_of_backward_over_products_behind_what_backward_could_write_aga
 
 
 @pytest.mark.parametrize("is_calibrating", [False, True])
-@pytest.mark.parametrize("is_asked", [False, True])
-def test_a_refused_fusion_over_groups_leaves_their_amaxes(is_asked: bool, is_calibrating: bool) -> None:
+@pytest.mark.parametrize("is_requested", [False, True])
+def test_a_refused_fusion_over_groups_leaves_their_amaxes(is_requested: bool, is_calibrating: bool) -> None:
     region = {"enabled": not is_calibrating, "calibrating": is_calibrating, "recipe": tandem.recipe.DelayedScaling(amax_history_len=4)}
 
     def trained(box: ops.Sequential) -> tuple[list[torch.Tensor], str]:
         kept = []
         for step in range(3):
             torch.manual_seed(step)
-            x = torch.randn(8, 32, requires_grad=is_asked)
+            x = torch.randn(8, 32, requires_grad=is_requested)
             with tandem.autocast(**region):
                 y = box(x, torch.tensor([5, 3]))
-            kept += torch.autograd.grad((y * y).sum(), [*([x] if is_asked else []), *box.parameters()])
+            kept += torch.autograd.grad((y * y).sum(), [*([x] if is_requested else []), *box.parameters()])
         return [*kept, box[0].recipe_state.forward.amax_history, box[0].recipe_state.backward.amax_history], box.explain()
 
     boxes = [randomize(ops.Sequential(ops.GroupedLinear(2, 32, 16))) for _ in range(2)]
@@ -438,7 +438,7 @@ def test_a_refused_fusion_over_groups_leaves_their_amaxes(is_asked: bool, is_cal
         got, text = trained(boxes[1])
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) and expected[-1].any()
     assert "made    fuse_into_Backward" not in text
-    if not (is_asked and not is_calibrating):  # else codes of weights are the reason that is told
+    if not (is_requested and not is_calibrating):  # else codes of weights are the reason that is told
         assert re.search(
             r"refused fuse_into_Backward at ops 0 to 0: step grouped_linear.grad_\w+ records the amaxes of each group, of which the next step's scales "
             "come: use a recipe without a history",

@@ -51,10 +51,10 @@ def check(op, reference, x, *extras):
     y, y64 = op(*given), reference(*wide)
     assert y.dtype == x.dtype
     close(y, y64)
-    asked = [t for t in given if t.requires_grad]
+    requested = [t for t in given if t.requires_grad]
     grad = torch.randn(y.shape, dtype=torch.float64).to(y.dtype)
-    grads = torch.autograd.grad(y, asked, grad)
-    for t, actual, expected in zip(asked, grads, torch.autograd.grad(y64, [w for w in wide if w.requires_grad], grad.double()), strict=True):
+    grads = torch.autograd.grad(y, requested, grad)
+    for t, actual, expected in zip(requested, grads, torch.autograd.grad(y64, [w for w in wide if w.requires_grad], grad.double()), strict=True):
         assert actual.dtype == t.dtype and actual.shape == t.shape
         close(actual, expected, x.dtype)
 
@@ -141,8 +141,8 @@ def test_units_fuse(name):
         x = torch.randn(6, 8, requires_grad=True)
         y, expected = box(x), box[2](by_turns(function, size)(F.linear(x, box[0].weight, box[0].bias)))
         torch.testing.assert_close(y, expected)
-        asked = [x, *box.parameters()]
-        for got, wanted in zip(torch.autograd.grad(y.sum(), asked), torch.autograd.grad(expected.sum(), asked), strict=True):
+        requested = [x, *box.parameters()]
+        for got, wanted in zip(torch.autograd.grad(y.sum(), requested), torch.autograd.grad(expected.sum(), requested), strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
         text = box.explain()
         assert "made    linear_bias_glu" in text and "made    glu_backward_bias" in text

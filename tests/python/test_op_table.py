@@ -117,8 +117,8 @@ def check(name, dtype, memory):
     subsets = itertools.chain.from_iterable(itertools.combinations(differentiable, count) for count in range(len(differentiable) + 1))
     if len(differentiable) > 4:  # of many experts: all, none, each alone
         subsets = [(), tuple(differentiable), *[(at,) for at in differentiable]]
-    for asked in subsets:
-        leaves = [operand.detach().requires_grad_(at in asked) for at, operand in enumerate(operands)]
+    for requested in subsets:
+        leaves = [operand.detach().requires_grad_(at in requested) for at, operand in enumerate(operands)]
         for param, leaf in zip(module.parameters(), leaves[len(leaves) - len(list(module.parameters())) :], strict=True):
             param.requires_grad_(leaf.requires_grad)
         wide = [leaf.detach().double().requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else leaf for leaf in leaves]
@@ -128,13 +128,13 @@ def check(name, dtype, memory):
         for actual, wanted in zip(outputs, expected, strict=True):
             near(actual, wanted, computed if actual.is_floating_point() else torch.float64, x.shape[-1])
         counts["calls"] += 1
-        if not asked:
+        if not requested:
             assert not any(output.requires_grad for output in outputs)
             continue
         grads = [torch.randn(output.shape).to(output.dtype) for output in outputs]
         targets = [*inputs, *module.parameters()]
-        found = torch.autograd.grad(outputs, [targets[at] for at in asked], grads)
-        wanted = torch.autograd.grad(expected, [wide[at] for at in asked], [grad.double() for grad in grads])
+        found = torch.autograd.grad(outputs, [targets[at] for at in requested], grads)
+        wanted = torch.autograd.grad(expected, [wide[at] for at in requested], [grad.double() for grad in grads])
         for actual, right in zip(found, wanted, strict=True):
             near(actual, right, computed, x.shape[-1])
             counts["gradients"] += 1

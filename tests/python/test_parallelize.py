@@ -101,16 +101,16 @@ def check_modulation(rank: int, size: int) -> None:
     torch.manual_seed(0)
     x, *vectors, grad = torch.randn(size, 4, 6), *torch.randn(2, size, 1, 6), torch.randn(size, 4, 6)
     for of_x, of_vectors in itertools.product([Replicate(), Shard(0), Shard(1), Shard(2)], [Replicate(), Shard(0), Shard(2)]):
-        for asked in itertools.product([True, False], repeat=3):
-            if not any(asked):
+        for requested in itertools.product([True, False], repeat=3):
+            if not any(requested):
                 continue
-            whole = [tensor.clone().requires_grad_(wants) for tensor, wants in zip((x, *vectors), asked, strict=True)]
-            shared = [distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_(wants) for tensor, placement, wants in zip(whole, (of_x, of_vectors, of_vectors), asked, strict=True)]
+            whole = [tensor.clone().requires_grad_(wants) for tensor, wants in zip((x, *vectors), requested, strict=True)]
+            shared = [distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_(wants) for tensor, placement, wants in zip(whole, (of_x, of_vectors, of_vectors), requested, strict=True)]
             ops.Modulate()(*shared).backward(distribute_tensor(grad, mesh, [of_x]))
             (whole[0] * (1 + whole[1]) + whole[2]).backward(grad)
             for one, other in zip(shared, whole, strict=True):
                 if other.grad is not None:
-                    assert_close(full(one.grad), other.grad, msg=f"{of_x}, {of_vectors}, {asked}")
+                    assert_close(full(one.grad), other.grad, msg=f"{of_x}, {of_vectors}, {requested}")
 
 
 def test_modulation_of_sequences_that_ranks_share() -> None:

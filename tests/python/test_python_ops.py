@@ -25,9 +25,9 @@ def test_both_styles_run_between_ops_of_the_library():
     x = torch.randn(3, 4, requires_grad=True)
     h = torch.sin(torch.nn.functional.linear(x, box[0].weight, box[0].bias) * 2 * scale.weight)
     expected = torch.nn.functional.gelu(h, approximate="tanh")
-    asked = [x, *box.parameters()]
+    requested = [x, *box.parameters()]
     torch.testing.assert_close(box(x), expected)
-    torch.testing.assert_close(torch.autograd.grad(box(x).sum(), asked), torch.autograd.grad(expected.sum(), asked))
+    torch.testing.assert_close(torch.autograd.grad(box(x).sum(), requested), torch.autograd.grad(expected.sum(), requested))
     with torch.no_grad():
         torch.testing.assert_close(box(x), expected)
     assert torch.autograd.gradcheck(copy.deepcopy(box).double(), (x.detach().double().requires_grad_(),))

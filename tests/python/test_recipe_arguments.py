@@ -20,8 +20,8 @@ PREDICATES = {
 @pytest.mark.parametrize("kind", PREDICATES)
 def test_predicates_are_asked_of_classes_and_of_recipes(kind):
     one = kind(lambda role: None) if kind is recipe.CustomRecipe else kind()
-    for asked in (kind, one):
-        said = {name for names in PREDICATES.values() for name in names if getattr(asked, name)()}
+    for requested in (kind, one):
+        said = {name for names in PREDICATES.values() for name in names if getattr(requested, name)()}
         assert said == PREDICATES[kind]
 
 

@@ -222,7 +222,7 @@ def test_texts_that_python_raises_count(tmp_path):
 
 
 def recipe(target: str) -> str:
-    """The commands that `make TARGET` would run, asked by a make that is nobody's child: a child prints the folder as well."""
+    """The commands that `make TARGET` would run, asked of a make that is nobody's child: a child prints the folder as well."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr

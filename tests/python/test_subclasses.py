@@ -101,8 +101,8 @@ def test_scales_of_biases_of_groups() -> None:
     x, scales, splits = torch.randn(5, 8, requires_grad=True), torch.randn(5, requires_grad=True), torch.tensor([2, 3])
     y, expected = module(x, splits, scales), plain(x, splits, scales)
     assert_close(y, expected)
-    asked = [x, scales]
+    requested = [x, scales]
     for got, wanted in zip(
-        torch.autograd.grad(y.sum(), [*asked, *module.parameters()]), torch.autograd.grad(expected.sum(), [*asked, *plain.parameters()]), strict=True
+        torch.autograd.grad(y.sum(), [*requested, *module.parameters()]), torch.autograd.grad(expected.sum(), [*requested, *plain.parameters()]), strict=True
     ):
         assert_close(got, 2 * wanted)

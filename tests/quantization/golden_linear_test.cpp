@@ -83,8 +83,8 @@ TEST_P(GoldenLinear, OutputAndGradients) {
   const Outputs outputs = run_pipeline(planned.shared_plan(), {inputs, params, {}}, path);
   EXPECT_EQ(outputs[0].scalar_type(), dtype);
   EXPECT_TRUE(is_right(outputs[0].detach(), prefix + "y", family.features));
-  const Tensors grad_y{operand(prefix + "dy").to(dtype)}, asked{x, weight};
-  const auto gradients = gradients_of(outputs, asked, grad_y);
+  const Tensors grad_y{operand(prefix + "dy").to(dtype)}, requested{x, weight};
+  const auto gradients = gradients_of(outputs, requested, grad_y);
   EXPECT_TRUE(is_right(gradients[0], prefix + "dx", 32));
   EXPECT_TRUE(is_right(gradients[1], prefix + "dw", 32));
 }

@@ -65,9 +65,9 @@ TEST(Recipe, BackwardOverridesAreRead) {
 }
 
 TEST(Recipe, AFunctionIsAskedOnceForEachSlot) {
-  int asked = 0;
+  int requested = 0;
   register_quantizer_choice("recipe_test.choice", [&](const QuantizeSlot& slot) {
-    ++asked;
+    ++requested;
     return std::string(slot.role == Role::weight ? "" : "mxfp8_e4m3");
   });
   const CustomRecipe recipe{.quantizers = "recipe_test.choice"};
@@ -77,7 +77,7 @@ TEST(Recipe, AFunctionIsAskedOnceForEachSlot) {
     EXPECT_EQ(quantizer_of(recipe, {Role::input, "basic_linear", "0.basic_linear"})->text,
               "mxfp8_e4m3");
   }
-  EXPECT_EQ(asked, 2);
+  EXPECT_EQ(requested, 2);
   EXPECT_THAT([] { register_quantizer_choice("recipe_test.choice", nullptr); },
               ThrowsText<c10::ValueError>(
                   "register_quantizer_choice: expected a new name, got \"recipe_test.choice\"",

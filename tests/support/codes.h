@@ -7,7 +7,7 @@
 namespace tandem::testing {
 
 /// These codes, with what the quantizer is given; none where none are wanted.
-inline kernel_ops::AskedCodes asked(const Quantizer* quantizer, GroupMask wanted) {
+inline kernel_ops::RequestedCodes requested(const Quantizer* quantizer, GroupMask wanted) {
   if (wanted == GroupMask{}) return {};
   return {quantizer, given_for(*quantizer), wanted};
 }
@@ -24,7 +24,7 @@ void expect_made(const kernel_ops::Results<N>& got, const kernel_ops::Results<N>
 /// where nothing is asked for.
 template <typename K>
 void expect_codes(const kernel_ops::ResultsOf<K>& got, size_t index, const at::Tensor& source,
-                  const kernel_ops::AskedCodes& codes) {
+                  const kernel_ops::RequestedCodes& codes) {
   const Group group = kernel_ops::group_of<K>(got, index);
   const Group expected = codes ? kernel_ops::dispatch<kernel_ops::Quantize>(
                                      {source, codes.given, *codes.quantizer, codes.wanted})

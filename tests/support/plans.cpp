@@ -108,7 +108,7 @@ RunResult run(const Ops& ops, const Tensors& inputs, const Tensors& params,
   const Outputs outputs = run_pipeline(plan, arguments, path);
   RunResult result;
   result.saved_bytes = note_kept_bytes(outputs, {});
-  Tensors differentiable, grads, asked;
+  Tensors differentiable, grads, requested;
   uint64_t seed = 50;
   for (const at::Tensor& output : outputs) {
     result.outputs.push_back(output.detach());
@@ -118,9 +118,9 @@ RunResult run(const Ops& ops, const Tensors& inputs, const Tensors& params,
   }
   for (const Tensors* list : {&inputs, &params})
     for (const at::Tensor& tensor : *list)
-      if (tensor.requires_grad()) asked.push_back(tensor);
-  if (differentiable.empty() || asked.empty()) return result;
-  const auto gradients = gradients_of(differentiable, asked, grads);
+      if (tensor.requires_grad()) requested.push_back(tensor);
+  if (differentiable.empty() || requested.empty()) return result;
+  const auto gradients = gradients_of(differentiable, requested, grads);
   size_t next = 0;
   for (const Tensors* list : {&inputs, &params})
     for (const at::Tensor& tensor : *list)

@@ -14,7 +14,7 @@
 namespace tandem::testing {
 
 /// The tensors of one file, as raw unsigned integers. Throws std::runtime_error where the file or a
-/// tensor is not as asked.
+/// tensor is not as requested.
 class Safetensors {
  public:
   explicit Safetensors(const std::string& path) : path_(path) {

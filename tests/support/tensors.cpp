@@ -145,7 +145,7 @@ double combined(const Function& function, const std::vector<at::Tensor>& inputs)
 ::testing::AssertionResult gradients_match(const Function& function,
                                            const std::vector<at::Tensor>& inputs) {
   const auto outputs = function(inputs);
-  std::vector<at::Tensor> differentiable, weights, asked;
+  std::vector<at::Tensor> differentiable, weights, requested;
   uint64_t seed = 100;
   for (const at::Tensor& output : outputs) {
     const at::Tensor weight = random(output.sizes(), at::kDouble, ++seed);
@@ -154,8 +154,8 @@ double combined(const Function& function, const std::vector<at::Tensor>& inputs)
     weights.push_back(weight);
   }
   for (const at::Tensor& input : inputs)
-    if (input.requires_grad()) asked.push_back(input);
-  const auto gradients = gradients_of(differentiable, asked, weights);
+    if (input.requires_grad()) requested.push_back(input);
+  const auto gradients = gradients_of(differentiable, requested, weights);
   size_t next = 0;
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!inputs[i].requires_grad()) continue;

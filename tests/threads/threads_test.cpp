@@ -50,11 +50,12 @@ at::Tensor input(size_t t, int64_t rows = 16) {
   return random({rows, kHidden}, at::kFloat, 100 + t);
 }
 
-/// Outputs and gradients of one call; `asked` are the model's parameters.
-Tensors step(Sequential& model, const at::Tensor& x, Tensors asked) {
-  asked.push_back(x.detach().requires_grad_());
-  Tensors results{model->forward(asked.back())};
-  const auto gradients = torch::autograd::grad({results[0]}, asked, {at::ones_like(results[0])});
+/// Outputs and gradients of one call; `requested` are the model's parameters.
+Tensors step(Sequential& model, const at::Tensor& x, Tensors requested) {
+  requested.push_back(x.detach().requires_grad_());
+  Tensors results{model->forward(requested.back())};
+  const auto gradients =
+      torch::autograd::grad({results[0]}, requested, {at::ones_like(results[0])});
   results[0] = results[0].detach();
   results.insert(results.end(), gradients.begin(), gradients.end());
   return results;
@@ -217,9 +218,9 @@ TEST(Threads, BackwardOnOtherThreadsThanForward) {
     ys.push_back(model->forward(xs[t]));
   }
   together(kThreads, [&](size_t t) {
-    Tensors asked = model->parameters();
-    asked.push_back(xs[t]);
-    found[t] = torch::autograd::grad({ys[t]}, asked, {at::ones_like(ys[t])});
+    Tensors requested = model->parameters();
+    requested.push_back(xs[t]);
+    found[t] = torch::autograd::grad({ys[t]}, requested, {at::ones_like(ys[t])});
   });
   for (size_t t = 0; t < kThreads; ++t) {
     alone[t].erase(alone[t].begin());
@@ -232,10 +233,10 @@ TEST(Threads, SeveralBackwardsOfOneGraph) {
   const at::Tensor x = input(0).requires_grad_(), y = model->forward(x);
   // Each asks for another set of gradients: backward programs are made at once, too.
   const auto gradients = [&](size_t t) {
-    Tensors asked = model->parameters();
-    asked.resize(asked.size() - t);
-    asked.push_back(x);
-    return torch::autograd::grad({y}, asked, {at::ones_like(y)}, /*retain_graph=*/true);
+    Tensors requested = model->parameters();
+    requested.resize(requested.size() - t);
+    requested.push_back(x);
+    return torch::autograd::grad({y}, requested, {at::ones_like(y)}, /*retain_graph=*/true);
   };
   expect_as_alone(gradients);
 }
@@ -340,15 +341,16 @@ TEST(Threads, AskForMoreGradientsThanAPlanKeeps) {
   together(kThreads, [&](size_t t) {
     for (size_t which = 1; which < size_t{1} << all.size(); ++which) {
       const size_t mask = (which + 7 * t) % (size_t{1} << all.size());
-      Tensors asked, expected;
+      Tensors requested, expected;
       for (size_t i = 0; i < all.size(); ++i)
         if ((mask >> i & 1) != 0) {
-          asked.push_back(all[i]);
+          requested.push_back(all[i]);
           expected.push_back(alone[i]);
         }
-      if (asked.empty()) continue;
-      EXPECT_TRUE(all_same(
-          torch::autograd::grad({y}, asked, {at::ones_like(y)}, /*retain_graph=*/true), expected));
+      if (requested.empty()) continue;
+      EXPECT_TRUE(
+          all_same(torch::autograd::grad({y}, requested, {at::ones_like(y)}, /*retain_graph=*/true),
+                   expected));
     }
   });
 }
@@ -369,14 +371,14 @@ TEST(Threads, StayInOneRegionEach) {
 TEST(Threads, BackwardOutsideTheRegionOfForward) {
   Sequential model = mlp();
   expect_as_alone([&](size_t t) {
-    Tensors asked = model->parameters();
-    asked.push_back(input(t).requires_grad_());
+    Tensors requested = model->parameters();
+    requested.push_back(input(t).requires_grad_());
     at::Tensor y;
     {
       const Autocast region;
-      y = model->forward(asked.back());
+      y = model->forward(requested.back());
     }
-    return torch::autograd::grad({y}, asked, {at::ones_like(y)});
+    return torch::autograd::grad({y}, requested, {at::ones_like(y)});
   });
 }
 

@@ -251,7 +251,7 @@ def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Opti
         reference = None
         if options.verify:
             depends = partial(terms.depends, on={*draft.operands, *region.nodes()})
-            reference = Reference(f"pipeline {at}, {region.told()}", draft.operands, draft.outs, depends)
+            reference = Reference(f"pipeline {at}, {region.description()}", draft.operands, draft.outs, depends)
         call = Call(draft, region.recipe, options.memory_budget, reference)
         graph.add_submodule(f"tandem_{at}", call)
         with graph.graph.inserting_before(region.last.outs[-1]):

@@ -43,7 +43,7 @@ class Region:
         inside = self.made()
         return [*dict.fromkeys(node for each in self.found for node in each.reads() if node not in inside)]
 
-    def told(self) -> str:
+    def description(self) -> str:
         """A text that names the ops, and the modules that they come from."""
         modules = dict.fromkeys(module_of(out) or "the model" for each in self.found for out in each.outs)
         return f"{', '.join(op.make.__name__ for each in self.found for op in each.ops)} of {', '.join(modules)}"

@@ -129,7 +129,7 @@ def _origin(node: Node) -> Origin:
     return Origin(module_of(node) or "the model", lines[-1] if lines else node.name)
 
 
-def told(model: torch.nn.Module, format: str) -> str:
+def rendered(model: torch.nn.Module, format: str) -> str:
     """The report of `tandem.explain` on a compiled model; empty if the backend has seen no graph of it."""
     reports = [*reports_of(model)]
     if not any(report.products or report.pieces for report in reports) and any(True for _ in runs_inside(model)):

@@ -23,9 +23,9 @@ _DROPOUTS = (torch.nn.functional.dropout, torch.dropout)
 class Reference:
     """The nodes of a graph that compute `outs` from `operands` and from other nodes `beside`, such as sizes that are symbols."""
 
-    def __init__(self, told: str, operands: Sequence[Node], outs: Sequence[Node], depends: Callable[[Node], bool]) -> None:
+    def __init__(self, name: str, operands: Sequence[Node], outs: Sequence[Node], depends: Callable[[Node], bool]) -> None:
         """`depends`: whether a node is an operand or a node of the region, or is computed from one."""
-        self.told = told
+        self.name = name
         self.kept: dict[int, int] = {}  # bytes of each storage that the graph kept for backward, by address
         needed = {*computed_of(outs, lambda node: _reads(node) if depends(node) and node not in operands else ())}
         between = [node for node in outs[0].graph.nodes if node in needed and node not in operands]
@@ -85,13 +85,13 @@ class Reference:
 
     def _check(self, what: str, result: torch.Tensor | None, wanted: torch.Tensor | None, noise: float = 0.0) -> None:
         if result is None or wanted is None or result.shape != wanted.shape or result.dtype != wanted.dtype:
-            raise AssertionError(f"{self.told}: expected {what} as the graph computes it, {_kind(wanted)}, got {_kind(result)}. {_ADVICE}")
+            raise AssertionError(f"{self.name}: expected {what} as the graph computes it, {_kind(wanted)}, got {_kind(result)}. {_ADVICE}")
         difference = (result.detach().double() - wanted.detach().double()).abs().nan_to_num(0.0)
         largest = _largest(wanted)
         tolerance = max(self.tolerance, _TOLERANCES[_rounds_to(wanted)])  # the graph may cast a rounded value to a wider dtype
         if not torch.equal(result.isnan(), wanted.isnan()) or (wanted.numel() and difference.max().item() > max(tolerance * max(largest, 1e-6), noise)):
             raise AssertionError(
-                f"{self.told}: expected {what} within {tolerance:g} of its largest element, {largest:.4g}, of what the graph computes, "
+                f"{self.name}: expected {what} within {tolerance:g} of its largest element, {largest:.4g}, of what the graph computes, "
                 f"got a difference of {difference.max().item():.4g}. {_ADVICE}"
             )
 

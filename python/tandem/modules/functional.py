@@ -226,9 +226,9 @@ class Results(NamedTuple):
 class Context:
     """What backward needs. `setup_context` creates it."""
 
-    def __init__(self, inner: _C.PlainContext, call: _Call) -> None:
+    def __init__(self, inner: _C.FunctionalContext, call: _Call) -> None:
         """Wraps the context of the library, and notes which field each gradient belongs to."""
-        self._inner, self._fields, self._asked, self._outputs = inner, call.fields, call.asked, call.outputs
+        self._inner, self._fields, self._asked, self._outputs = inner, call.fields, call.requested, call.outputs
 
     def saved_bytes(self) -> int:
         """Bytes of the tensors that are kept for backward, without arguments; 0 once backward has run without `retain`."""
@@ -317,16 +317,16 @@ class _Call:
             raise ValueError(
                 f"{name}: expected needs_grad to name some of {', '.join(sorted(known))}, got {sorted(unknown)[0]!r}. Name fields that are tensors."
             )
-        self.asked = [
+        self.requested = [
             each is not None and tensor.is_floating_point() and (needs is None or each[0] in needs)
             for each, tensor in zip(self.fields, (*inputs, *params), strict=True)
         ]
-        self.arguments = _C.PlainArguments(
+        self.arguments = _C.FunctionalArguments(
             ops=ops.text,
             recipe="null" if args.recipe is None else args.recipe.to_json(),
             inputs=inputs,
             params=params,
-            asked=self.asked,
+            requested=self.requested,
             workspaces=None if args.weight_workspaces is None else list(args.weight_workspaces),
             state=list(args.recipe_state),
             buffers=[tensor for weight in dict.fromkeys(ops.main_grads) for tensor in _main_grads(args, weight, ops.main_grads.count(weight))],
@@ -358,7 +358,7 @@ def _checked(args: _Args, value: Any, name: str) -> torch.Tensor:
 
 def forward(args: _Args) -> Results:
     """The results of the module whose arguments these are: y, and what `setup_context` takes."""
-    outputs, saved, read, carried, workspaces = _C.plain_forward(_Call(args).arguments)
+    outputs, saved, read, carried, workspaces = _C.functional_forward(_Call(args).arguments)
     normed = outputs[1] if len(outputs) > 1 else None
     return Results(outputs[0], normed, None if args.weight_workspaces is None else workspaces, saved, carried, read)
 
@@ -368,7 +368,7 @@ def setup_context(args: _Args, results: Results) -> Context:
     call = _Call(args)
     outputs = [results.y] if results.layernorm_output is None else [results.y, results.layernorm_output]
     workspaces = results.weight_workspaces or []
-    return Context(_C.PlainContext(call.arguments, outputs, results.saved, results.read, results.carried, workspaces), call)
+    return Context(_C.FunctionalContext(call.arguments, outputs, results.saved, results.read, results.carried, workspaces), call)
 
 
 def backward(
@@ -386,8 +386,8 @@ def backward(
         raise ValueError("backward: expected a gradient of y alone, as no output of a norm was returned, got grad_layernorm_output. Leave it out.")
     found: dict[str, Gradient] = {}
     gradients = context._inner.backward([grad_y, grad_layernorm_output][: context._outputs], retain)
-    for place, asked, gradient in zip(context._fields, context._asked, gradients, strict=True):
-        if place is None or not asked:
+    for place, requested, gradient in zip(context._fields, context._asked, gradients, strict=True):
+        if place is None or not requested:
             continue
         name, element = place
         if element < 0:

@@ -77,13 +77,13 @@ def reasons(run: Prepared, hooked: tuple[int, ...]) -> list[str]:
     """The reasons why the units at the indices `hooked` run alone, for `explain`."""
     if run.owner is None and hooks.any_of_all_modules():
         return ["hooks are registered for all modules, so every op runs by itself: nothing fuses across ops"]
-    told = []
+    texts = []
     for index in hooked:
         unit = run.units[index]
         found = [f"a {name}" for module in (unit, *unit.flat_ops()) for field, name in hooks.OF_A_MODULE.items() if getattr(module, field)]
         found.append(f"a {own_call(unit)} of its own")
-        told.append(f"op {index} ({unit._get_name()}) has {found[0]}, so it runs by itself: nothing fuses across it")
-    return told
+        texts.append(f"op {index} ({unit._get_name()}) has {found[0]}, so it runs by itself: nothing fuses across it")
+    return texts
 
 
 def pieces(run: Prepared, hooked: tuple[int, ...]) -> list[Piece]:

@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
     recipe: str
     training: bool
-    asked: tuple[bool, ...]  # whether the gradient is required of x, of each extra input, and of each parameter
+    requested: tuple[bool, ...]  # whether the gradient is required of x, of each extra input, and of each parameter
 
 
 class Draws:
@@ -290,8 +290,8 @@ class DirectionsMixin:
         call = getattr(ctx, "_call", None) or Call(_C.in_force.recipe, self.training, (True,) * (1 + extra + len(params)))
         if not getattr(ctx, "with_quantized_compute", True):
             call = call._replace(recipe="null")
-        asked = [getattr(ctx, f"{name}_requires_grad", flag) for name, flag in zip(self._parameter_names, call.asked[1 + extra :], strict=True)]
-        asked = self._asked_now(call, saved, grads[0], asked)
+        requested = [getattr(ctx, f"{name}_requires_grad", flag) for name, flag in zip(self._parameter_names, call.requested[1 + extra :], strict=True)]
+        requested = self._asked_now(call, saved, grads[0], requested)
         like = next((tensor for tensor in (*saved, *grads) if tensor is not None and tensor.is_floating_point()), None)
         dtype = getattr(ctx, "dtype", None) or (like.dtype if like is not None else torch.get_default_dtype())
         gradients = _C.op_backward(
@@ -299,15 +299,15 @@ class DirectionsMixin:
             saved,
             list(getattr(ctx, "input_shape", ())),
             dtype,
-            [getattr(ctx, "input_requires_grad", call.asked[0]), *call.asked[1 : 1 + extra], *asked],
+            [getattr(ctx, "input_requires_grad", call.requested[0]), *call.requested[1 : 1 + extra], *requested],
             list(grads),
             params,
         )
         return gradients[0], self._given_back(gradients[1 + extra :]), tuple(gradients[1 : 1 + extra])
 
-    def _asked_now(self: Any, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, asked: list[bool]) -> list[bool]:
+    def _asked_now(self: Any, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, requested: list[bool]) -> list[bool]:
         """Which of the required gradients of parameters this backward computes."""
-        return asked
+        return requested
 
     def _given_back(self: Any, gradients: Sequence[torch.Tensor | None]) -> Tensors:
         """The gradients of the parameters to return. A gradient that is added to a `main_grad` is replaced by its dummy gradient or None."""

@@ -137,10 +137,10 @@ class GroupedLinear(ProductOperation):
     def _weights(self) -> list[torch.nn.Parameter]:
         return [getattr(self, name) for name in self._main_grad_names]
 
-    def _asked_now(self, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, asked: list[bool]) -> list[bool]:
+    def _asked_now(self, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, requested: list[bool]) -> list[bool]:
         count = len(self._main_grad_names)
-        if not self.delay_wgrad_compute or grad_y is None or not any(asked[:count]):
-            return asked
+        if not self.delay_wgrad_compute or grad_y is None or not any(requested[:count]):
+            return requested
         x, splits, _ = saved
         if x is None or splits is None:
             raise ValueError(f"{self._get_name()}: expected x and splits on its context, got {x} and {splits}. Save what its own forward saves.")
@@ -156,7 +156,7 @@ class GroupedLinear(ProductOperation):
         versions = " ".join([str(0 if tensor.is_inference() else tensor._version) for tensor in (x, splits)])
         lines = torch.tensor([*"\n".join([versions, *texts]).encode()], dtype=torch.uint8)
         self.wgrad_store.context.append([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, *given, lines])
-        return [*[False] * count, *asked[count:]]
+        return [*[False] * count, *requested[count:]]
 
     def _compute_left(self, left: Entry, weights: Sequence[torch.nn.Parameter]) -> None:
         gradients = _C.left_grad_weights(list(left))

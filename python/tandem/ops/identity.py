@@ -16,7 +16,7 @@ import torch
 
 from tandem.ops.hooks import OF_A_MODULE
 from tandem.ops.places import names, views_stand_in
-from tandem.ops.plain import DEEPEST, Told, tell, tell_plain
+from tandem.ops.plain import DEEPEST, State, tell, tell_plain
 from tandem.ops.unit import BasicUnit
 
 _NO_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | frozenset(BasicUnit._VOLATILE) | {  # names that are not a user's attributes
@@ -56,7 +56,7 @@ _classes: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()  # 
 
 
 class _Identity(NamedTuple):
-    told: Told  # the op's state as JSON when `text` was computed
+    state: State  # the op's state as JSON when `text` was computed
     text: str
     objects: list[_Object]
 
@@ -65,10 +65,10 @@ def identity(op: BasicUnit) -> str:
     """The text by which compiled code knows an op in this process. If the op's class declares `fuser_options`, it depends on the class and the values
     of these attributes, otherwise on the op's object and all its attributes. In both cases it also depends on the names of the operands,
     `training`, and the modules inside the op with their attributes and hooks."""
-    told, objects = _tell(op)
+    state, objects = _tell(op)
     last: _Identity | None = op.__dict__.get("_identity")
-    if last is None or last.told != told:
-        last = op.__dict__["_identity"] = _Identity(told, hashlib.sha256(json.dumps(told).encode()).hexdigest(), objects)
+    if last is None or last.state != state:
+        last = op.__dict__["_identity"] = _Identity(state, hashlib.sha256(json.dumps(state).encode()).hexdigest(), objects)
     return last.text
 
 
@@ -76,13 +76,13 @@ def identity(op: BasicUnit) -> str:
 def own_code(ops: Iterable[BasicUnit]) -> Iterator[None]:
     """Keeps identities while the ops' own code is traced. Without this, an attribute that this code changes would cause a new trace at each call."""
     known: list[tuple[BasicUnit, _Identity]] = [(op, op.__dict__["_identity"]) for op in ops if "_identity" in op.__dict__]
-    known = [(op, before) for op, before in known if _tell(op)[0] == before.told]
+    known = [(op, before) for op, before in known if _tell(op)[0] == before.state]
     try:
         yield
     finally:
         for op, before in known:
-            told, objects = _tell(op)
-            op.__dict__["_identity"] = _Identity(told, before.text, objects)
+            state, objects = _tell(op)
+            op.__dict__["_identity"] = _Identity(state, before.text, objects)
 
 
 def check_declared(op: BasicUnit) -> None:
@@ -100,11 +100,11 @@ def check_declared(op: BasicUnit) -> None:
             )
 
 
-def _tell(op: BasicUnit) -> tuple[Told, list[_Object]]:
+def _tell(op: BasicUnit) -> tuple[State, list[_Object]]:
     """The state of an op as JSON, and the objects that an identity must keep alive."""
     objects: list[_Object] = []
 
-    def other(value: Any, depth: int) -> Told:
+    def other(value: Any, depth: int) -> State:
         kind = type(value)
         if depth < DEEPEST and kind in _CONTAINERS:
             return [kind.__name__, tell(_CONTAINERS[kind](value), other, depth + 1)]
@@ -115,24 +115,24 @@ def _tell(op: BasicUnit) -> tuple[Told, list[_Object]]:
         objects.append(known)
         return known.number
 
-    def attributes(module: torch.nn.Module) -> Told:
+    def attributes(module: torch.nn.Module) -> State:
         operands: Any = torch.Tensor if views_stand_in(module) else ()
         # The items are copied first, because other threads may call the module meanwhile.
         return [[name, tell(value, other)] for name, value in [*vars(module).items()] if name not in _NO_ATTRIBUTES and not isinstance(value, operands)]
 
-    def inner(module: torch.nn.Module) -> Told:
+    def inner(module: torch.nn.Module) -> State:
         children = [[name, inside.get(id(child))] for name, child in module._modules.items()]
         hooks = [[tell(hook, other) for hook in vars(module)[field].values()] for field in OF_A_MODULE]
         return [_number_of(type(module)), module.training, children, hooks, attributes(module)]
 
     declared = _declared(op)
-    told = [op.instance_id, attributes(op)] if declared is None else [_number_of(type(op)), [[name, tell(getattr(op, name, None), other)] for name in declared]]
-    told += [op.training, names(op, "_parameters"), names(op, "_buffers")]
+    state = [op.instance_id, attributes(op)] if declared is None else [_number_of(type(op)), [[name, tell(getattr(op, name, None), other)] for name in declared]]
+    state += [op.training, names(op, "_parameters"), names(op, "_buffers")]
     if op._modules:
         inside = {id(module): place for place, module in enumerate(op.modules())}
-        told += [[name, inside.get(id(child))] for name, child in op._modules.items()]
-        told += [inner(module) for module in op.modules() if module is not op]
-    return told, objects
+        state += [[name, inside.get(id(child))] for name, child in op._modules.items()]
+        state += [inner(module) for module in op.modules() if module is not op]
+    return state, objects
 
 
 def _declared(op: BasicUnit) -> list[str] | None:

@@ -128,13 +128,13 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
             add_gradient(weight, part)
         return None
 
-    def _asked_now(self, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, asked: list[bool]) -> list[bool]:
-        if self.delay_wgrad_compute and grad_y is not None and any(asked):
+    def _asked_now(self, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, requested: list[bool]) -> list[bool]:
+        if self.delay_wgrad_compute and grad_y is not None and any(requested):
             raise NotImplementedError(
                 f"{self._get_name()}: expected delay_wgrad_compute=False where op_backward is called by Python, got True. Leave op_forward and "
                 "op_backward to the library, or delay no gradient."
             )
-        return asked
+        return requested
 
     def _context_fields(self, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
         call: Call = ctx._call
@@ -143,8 +143,8 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
             **super()._context_fields(ctx, saved, x),
             "with_quantized_compute": call.recipe != "null",
             "backward_override": None if override == "none" else override,
-            "input_requires_grad": ctx.requires_grad and call.asked[0],
-            "weight_requires_grad": ctx.requires_grad and any(call.asked[1:]),
+            "input_requires_grad": ctx.requires_grad and call.requested[0],
+            "weight_requires_grad": ctx.requires_grad and any(call.requested[1:]),
         }
 
     def extra_repr(self) -> str:

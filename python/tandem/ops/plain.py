@@ -14,18 +14,18 @@ _SIMPLE = (type(None), bool, int, str)
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented))
 DEEPEST = 32  # levels of nesting in a plain value
 _LARGE = 1 << 64  # Python refuses to write very long integers in base 10, but not in base 16
-Told = Any  # a value that JSON can hold
+State = Any  # a value that JSON can hold
 
 
 class _Opaque(Exception):
     """Raised for a value that is not plain."""
 
 
-def _refuse(value: Any, depth: int) -> Told:
+def _refuse(value: Any, depth: int) -> State:
     raise _Opaque
 
 
-def tell_plain(value: Any) -> Told | None:
+def tell_plain(value: Any) -> State | None:
     """JSON that identifies a plain value: a number, a text, None, a dtype, a device, a member of an enumeration, or a list, tuple, set or dict
     of plain values. None for other values."""
     try:
@@ -34,7 +34,7 @@ def tell_plain(value: Any) -> Told | None:
         return None
 
 
-def tell(value: Any, other: Callable[[Any, int], Told], depth: int = 0) -> Told:
+def tell(value: Any, other: Callable[[Any, int], State], depth: int = 0) -> State:
     """JSON that identifies any value. `other` writes what is not plain in it; it gets the value and the depth."""
     kind = type(value)
     if kind is int and not -_LARGE < value < _LARGE:

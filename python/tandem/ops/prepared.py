@@ -90,8 +90,8 @@ class Prepared:
         self.python_ops = tuple(op for op in basic_ops if op.is_python_op)
         self.own_calls = own_calls  # for each unit
         self.has_own_calls = any(own_calls)  # if true, the direct path is closed, because it checks for hooks only
-        self.told_before = tuple(op for op in basic_ops if type(op).pre_fuser_forward is not Unit.pre_fuser_forward)
-        self.is_direct = not self.has_own_calls and not self.told_before
+        self.notified_ops = tuple(op for op in basic_ops if type(op).pre_fuser_forward is not Unit.pre_fuser_forward)
+        self.is_direct = not self.has_own_calls and not self.notified_ops
         for op in self.python_ops:
             if op._forward_prefix == "op" and (op.num_extra_inputs or op.num_extra_outputs):
                 raise RuntimeError(
@@ -211,10 +211,10 @@ class Prepared:
         found = enumerate(zip(self.basic_ops, self.bindings, strict=True))
         return [f"op {place} ({op._get_name()})" for place, (op, (inputs, _)) in found for channel in inputs if channel is None]
 
-    def tell_before(self, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
+    def notify(self, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
         """Calls `pre_fuser_forward` of the ops that define it."""
         first = self._first_with_gradient(x, extra)
-        for op in self.told_before:
+        for op in self.notified_ops:
             op.pre_fuser_forward(requires_grad=self.basic_ops.index(op) >= first)
 
     def _first_with_gradient(self, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> int:

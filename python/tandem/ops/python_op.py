@@ -145,11 +145,11 @@ def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
     if not kwargs:
         return None
 
-    def told(value: Any) -> Any:
+    def written(value: Any) -> Any:
         plain = tell_plain(value)
         return ["object", next(_objects)] if plain is None else plain
 
-    return json.dumps({str(i): {name: told(value) for name, value in given.items()} for i, given in kwargs.items()}, sort_keys=True)
+    return json.dumps({str(i): {name: written(value) for name, value in given.items()} for i, given in kwargs.items()}, sort_keys=True)
 
 
 def let_go(ops: Iterable[BasicUnit], keys: Iterable[Any]) -> None:

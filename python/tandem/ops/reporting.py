@@ -20,7 +20,7 @@ from tandem.ops.prepared import Outputs
 from tandem.ops.run import Cut, OpRun
 from tandem.ops.unit import Unit
 from tandem.quantized.tensor import QuantizedTensor
-from tandem.report.picture import step_times, told
+from tandem.report.picture import rendered, step_times
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,9 @@ def explained(module: torch.nn.Module, format: str, profile: Any) -> str:
     """The plans of a module that is no container, and of the modules inside it."""
     _check_format(format)
     times = step_times(profile)
-    told_of = [(name, _reports(run, format, times)) for name, run in runs_inside(module)]
+    reports_of_runs = [(name, _reports(run, format, times)) for name, run in runs_inside(module)]
     entries: list[str] = []
-    for name, reports in told_of:
+    for name, reports in reports_of_runs:
         if reports and name and format in ("text", "html"):
             entries.append(f"{name}:" if format == "text" else f"<h4>{html.escape(name)}</h4>")
         entries += reports
@@ -205,12 +205,12 @@ def _parts_now(run: OpRun) -> list[OpRun]:
 
 
 def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
-    reports = [told(pipeline.explain, format, times) for pipeline in run.called_pipelines()]
+    reports = [rendered(pipeline.explain, format, times) for pipeline in run.called_pipelines()]
     for description, _ in list(run.now.descriptions.values()):
         with contextlib.suppress(ValueError):  # raised if no call has used the description
             given = list(vars(run.now.held_workspaces).values())
             explain = functools.partial(_C.explain_description, description, workspaces=[tensors for tensors in given if isinstance(tensors, list)])
-            reports.append(told(explain, format, times))
+            reports.append(rendered(explain, format, times))
     if reports:
         reports += _lines(_apart(run), format)
     for cut in list(run.now.cuts.values()):
@@ -222,16 +222,16 @@ def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
 
 def _apart(run: OpRun) -> list[str]:
     """Messages about operands that each call copies because their parts are not adjacent in memory."""
-    told = []
+    texts = []
     for op in run.now.joined:
         for operand, names in op.__dict__["_joined"].items():
             parts = op._parts_of(operand)
             if not any(isinstance(part, QuantizedTensor) or part.is_meta for part in parts) and not are_adjacent(parts):
-                told.append(
+                texts.append(
                     f"each call copies {', '.join(names)} into one {operand}, as they lie apart in memory. Move their module with .to(device), if only "
                     "to where it is: that lays them together."
                 )
-    return told
+    return texts
 
 
 def _cut_report(cut: Cut | Pieces, format: str) -> list[str]:

@@ -82,8 +82,8 @@ class OpRun:
         if is_dynamo_compiling():
             now = self.prepared
             now.check_count(extra)
-            if now.told_before and not now.hooked():  # pieces notify their own ops
-                now.tell_before(x, extra)
+            if now.notified_ops and not now.hooked():  # pieces notify their own ops
+                now.notify(x, extra)
             if now.hooked():
                 return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs)
             if not kwargs and self.prepared_products:
@@ -98,7 +98,7 @@ class OpRun:
         now.check_count(extra)
         if not now.is_direct:
             if not now.hooked():
-                now.tell_before(x, extra)
+                now.notify(x, extra)
             if now.has_own_calls:
                 return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
         if now.joined and is_shared(x):

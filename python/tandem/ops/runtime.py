@@ -198,28 +198,28 @@ def _contexts(fields: _Fields, saved: Iterable[torch.Tensor | None]) -> list[Ope
     return contexts
 
 
-def _context_of(op: BasicUnit, saved: Tensors, recipe: str, asked: tuple[bool, ...], shape: Sequence[int] | None) -> OperationContext:
+def _context_of(op: BasicUnit, saved: Tensors, recipe: str, requested: tuple[bool, ...], shape: Sequence[int] | None) -> OperationContext:
     """The context of an op of the library after its own forward. `shape` is the shape of x if the op's backward reads it."""
     context = OperationContext.of(op._context, saved)
     keeps_amaxes = history_length(recipe) != 0  # then no covered op quantizes, because backward fusions of such ops are refused
-    context.__dict__["_call"] = Call("null" if keeps_amaxes else recipe, op.training, asked)
+    context.__dict__["_call"] = Call("null" if keeps_amaxes else recipe, op.training, requested)
     if shape is not None:
         context.__dict__["input_shape"] = torch.Size(shape)
     context.__dict__.update(op._context_fields(context, saved, None))
     return context
 
 
-def _asked_of(ops: Sequence[BasicUnit], asked: Asked) -> list[tuple[bool, ...]]:
+def _asked_of(ops: Sequence[BasicUnit], requested: Asked) -> list[tuple[bool, ...]]:
     """For each op of a fused backward, which gradients are required: also those of x and of extra inputs that earlier ops of the fusion need."""
-    is_asked, params, extra_inputs = asked
+    is_requested, params, extra_inputs = requested
     made: set[str | None] = set()
     found = []
     for op, own_params, own_inputs in zip(ops, params, extra_inputs, strict=True):
         of_inputs = [
-            flag or (is_asked and channel is not None and channel in made) for flag, channel in zip(own_inputs, op._extra_input_channels, strict=True)
+            flag or (is_requested and channel is not None and channel in made) for flag, channel in zip(own_inputs, op._extra_input_channels, strict=True)
         ]
-        found.append((is_asked, *of_inputs, *own_params))
-        is_asked = is_asked or any(own_params) or any(own_inputs)
+        found.append((is_requested, *of_inputs, *own_params))
+        is_requested = is_requested or any(own_params) or any(own_inputs)
         made.update(op._extra_output_channels)
     return found
 
@@ -295,7 +295,7 @@ class Runtime:
         grad_y: torch.Tensor | None,
         grad_extras: list[Tensors],
         params: list[Tensors],
-        asked: Asked,
+        requested: Asked,
         shapes: list[Sequence[int] | None],
     ) -> Gradients:
         if isinstance(target, fusions.Fused):
@@ -315,7 +315,7 @@ class Runtime:
         else:
             contexts, of_params, named, extra_likes = [], [], [], []
             recipe = target.recipe if isinstance(target, fusions.Fused) else "null"
-            given = zip(basics, saved, fields, params, _asked_of(basics, asked), shapes, strict=True)
+            given = zip(basics, saved, fields, params, _asked_of(basics, requested), shapes, strict=True)
             for basic, tensors, own, own_params, own_asked, shape in given:
                 contexts += [_context_of(basic, tensors, recipe, own_asked, shape)] if own is None else _contexts(own, tensors)
                 of_params.append([*own_params, *(own.buffers[0] if own is not None else ())])

@@ -26,7 +26,7 @@ def explain(module: torch.nn.Module, format: str = "text", profile: Any = None) 
     if isinstance(module, Sequential):
         return module.explain(format, profile)
     backend = sys.modules.get("tandem.backend.report")
-    return (backend.told(module, format) if backend is not None else "") or explained(module, format, profile)
+    return (backend.rendered(module, format) if backend is not None else "") or explained(module, format, profile)
 
 
 def verify(module: torch.nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:

@@ -48,7 +48,7 @@ def svg(explain: Explain, times: dict[str, float]) -> str:
     return explain("svg", times)
 
 
-def told(explain: Explain, format: str, times: dict[str, float]) -> str:
+def rendered(explain: Explain, format: str, times: dict[str, float]) -> str:
     """A report of a pipeline in a format of `tandem.explain`."""
     if format == "svg":
         return svg(explain, times)

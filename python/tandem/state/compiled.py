@@ -31,7 +31,7 @@ class Site(NamedTuple):
     def of(cls, tensors: Sequence[torch.Tensor], use: int) -> Site:
         return cls(tuple(map(WeakIdRef, tensors)), use)
 
-    def told(self, names: Mapping[int, str]) -> str | None:
+    def label(self, names: Mapping[int, str]) -> str | None:
         """The name of the product, from the names of its tensors by identity; None if a tensor belongs to another model."""
         found = [names.get(id(tensor())) for tensor in self.tensors]
         return None if None in found else "+".join(map(str, found)) + (f"#{self.use}" if self.use > 1 else "")
@@ -65,14 +65,14 @@ def give(product: ops.Linear, tensors: Sequence[torch.Tensor], use: int, recipe:
     with _lock:
         beside = _beside(tensors[0])
         held = beside.states.get(site)
-        told = site.told({id(tensor): _beside(tensor).loaded_as for tensor in tensors}) if beside.loaded_as else ""
+        label = site.label({id(tensor): _beside(tensor).loaded_as for tensor in tensors}) if beside.loaded_as else ""
         if not length:
             beside.stateless[site] = (json.loads(recipe) or {"name": "none"})["name"]
-            if held is not None and told and site not in beside.used:
-                warnings.warn(_wrong_recipe(str(told), beside.stateless[site]), stacklevel=2)  # no error: the first call may be validation under another recipe
+            if held is not None and label and site not in beside.used:
+                warnings.warn(_wrong_recipe(str(label), beside.stateless[site]), stacklevel=2)  # no error: the first call may be validation under another recipe
             return
-        if held is None and told:
-            raise ValueError(_missing(str(told)))
+        if held is None and label:
+            raise ValueError(_missing(str(label)))
         if held is not None:
             product._modules[recipe_state.NAME] = held
         beside.states[site] = recipe_state.of(vars(product), product._quantize_slots(), length)
@@ -102,8 +102,8 @@ def recipe_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensors = _tensors(model, "recipe_state_dict")
     names = _names(tensors)
     with _lock:
-        states = {told: state for tensor in _once(tensors) for site, state in _beside(tensor).states.items() if (told := site.told(names))}
-    return {f"{told}.{direction}.{part}": getattr(state._modules[direction], part).clone() for told, state in states.items() for direction, part in _PARTS}
+        states = {label: state for tensor in _once(tensors) for site, state in _beside(tensor).states.items() if (label := site.label(names))}
+    return {f"{label}.{direction}.{part}": getattr(state._modules[direction], part).clone() for label, state in states.items() for direction, part in _PARTS}
 
 
 def load_recipe_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
@@ -130,14 +130,14 @@ def load_recipe_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Ten
         given.setdefault(site, {})[part] = tensor
     names = _names(tensors)
     for site, parts in given.items():
-        _check(str(site.told(names)), parts)
+        _check(str(site.label(names)), parts)
     with _lock:
         for beside in map(_beside, _once(tensors)) if strict else ():
             for site in beside.states.keys() - given.keys():
-                if told := site.told(names):
-                    raise ValueError(_missing(told))
+                if label := site.label(names):
+                    raise ValueError(_missing(label))
             for site in (given.keys() & beside.stateless.keys()) - beside.states.keys():
-                raise ValueError(_wrong_recipe(str(site.told(names)), beside.stateless[site]))
+                raise ValueError(_wrong_recipe(str(site.label(names)), beside.stateless[site]))
         for site, parts in given.items():
             length, slots = parts["forward", "amax_history"].shape
             fresh = RecipeState((slots, parts["backward", "scale"].shape[0]), length, "cpu")
@@ -147,23 +147,23 @@ def load_recipe_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Ten
             _beside(tensor).loaded_as = names[id(tensor)] if strict else ""
 
 
-def _missing(told: str) -> str:
+def _missing(label: str) -> str:
     return (
-        f"load_recipe_state_dict: expected the state of all products, got none of {told}. Load what was saved after a call of it, or pass strict=False, with which "
+        f"load_recipe_state_dict: expected the state of all products, got none of {label}. Load what was saved after a call of it, or pass strict=False, with which "
         "what has no state starts afresh."
     )
 
 
-def _wrong_recipe(told: str, recipe: str) -> str:
+def _wrong_recipe(label: str, recipe: str) -> str:
     return (
-        f"load_recipe_state_dict: expected a recipe that keeps state for {told}, as it was saved with, got {recipe}. Compile the model with that recipe, such as "
+        f"load_recipe_state_dict: expected a recipe that keeps state for {label}, as it was saved with, got {recipe}. Compile the model with that recipe, such as "
         "tandem.recipe.DelayedScaling(), or pass strict=False."
     )
 
 
 def _parsed(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Site, tuple[str, str]]:
-    told, *part = key.rsplit(".", 2)
-    joined, _, use = told.partition("#")
+    label, *part = key.rsplit(".", 2)
+    joined, _, use = label.partition("#")
     named = joined.split("+")
     if tuple(part) not in _PARTS or (use and not use.isdigit()) or not all(name in tensors for name in named):
         raise ValueError(
@@ -173,16 +173,16 @@ def _parsed(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Site, tuple[
     return Site.of([tensors[name] for name in named], int(use or 1)), (part[0], part[1])
 
 
-def _check(told: str, parts: Mapping[tuple[str, str], Any]) -> None:
+def _check(label: str, parts: Mapping[tuple[str, str], Any]) -> None:
     for direction, part in _PARTS:
         if (direction, part) not in parts:
-            raise ValueError(_missing(f"{told}.{direction}.{part}"))
+            raise ValueError(_missing(f"{label}.{direction}.{part}"))
     for direction, slots in (("forward", 2), ("backward", 1)):
         scale, history = (parts[direction, part] for part in ("scale", "amax_history"))
         shapes = [list(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__ for each in (scale, history)]
         if shapes[0] != [slots] or len(shapes[1]) != 2 or shapes[1][1] != slots or shapes[1][0] == 0:
             raise ValueError(
-                f"load_recipe_state_dict: expected {told}.{direction} with scale [{slots}] and amax_history [length, {slots}], got {shapes[0]} and {shapes[1]}. "
+                f"load_recipe_state_dict: expected {label}.{direction} with scale [{slots}] and amax_history [length, {slots}], got {shapes[0]} and {shapes[1]}. "
                 "Load what recipe_state_dict has given."
             )
 

@@ -35,7 +35,7 @@ namespace tandem::kernel_ops {
 using at::Tensor;
 
 /// The codes that a caller requests of one matrix that a kernel op computes or reads.
-struct AskedCodes {
+struct RequestedCodes {
   /// nullptr: no codes are requested.
   const Quantizer* quantizer = nullptr;
   /// The scale or the seed that the quantizer takes, if it takes any (given_to).
@@ -57,11 +57,11 @@ inline constexpr size_t kFirstOperand = static_cast<size_t>(-1);
 /// for each, and all results. If a result is masked out, an implementation may write its codes
 /// without the result itself.
 template <size_t kOf>
-struct CodesOf : AskedCodes {
+struct CodesOf : RequestedCodes {
   static constexpr size_t kResult = kOf;
   CodesOf() = default;
-  CodesOf(AskedCodes asked)  // NOLINT(google-explicit-constructor): kOf is the member's
-      : AskedCodes(std::move(asked)) {}
+  CodesOf(RequestedCodes requested)  // NOLINT(google-explicit-constructor): kOf is the member's
+      : RequestedCodes(std::move(requested)) {}
 };
 
 namespace detail {
@@ -182,8 +182,8 @@ struct Passed<CodesOf<kOf>> {
   }
   template <size_t kFirst, typename All>
   static CodesOf<kOf> from(const All& given) {
-    return AskedCodes{Passed<const Quantizer*>::from<kFirst>(given), std::get<kFirst + 1>(given),
-                      std::get<kFirst + 2>(given)};
+    return RequestedCodes{Passed<const Quantizer*>::from<kFirst>(given),
+                          std::get<kFirst + 1>(given), std::get<kFirst + 2>(given)};
   }
 };
 
@@ -247,7 +247,7 @@ C10_ALWAYS_INLINE void for_each_member(const Args& args, Function&& function) {
   std::apply([&](auto&... member) { (function(member), ...); }, args.members());
 }
 
-/// Calls `function(asked, index)` for each member that may request codes, in order.
+/// Calls `function(requested, index)` for each member that may request codes, in order.
 template <typename Args, typename Function>
 C10_ALWAYS_INLINE void for_each_codes(const Args& args, Function&& function) {
   [[maybe_unused]] size_t index = 0;

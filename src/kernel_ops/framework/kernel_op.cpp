@@ -88,13 +88,13 @@ void refuse_without_memory(const Tensor& tensor) {
   std::abort();  // not reached
 }
 
-void check_no_codes_asked(const char* op, const AskedCodes& asked) {
-  TORCH_CHECK_VALUE(!asked.given && asked.wanted == GroupMask{}, op,
+void check_no_codes_asked(const char* op, const RequestedCodes& requested) {
+  TORCH_CHECK_VALUE(!requested.given && requested.wanted == GroupMask{}, op,
                     ": expected a quantizer for what is given and wanted of codes, got none. Name "
                     "one, or ask for no codes.");
 }
 
-Group quantized(const Tensor& x, const AskedCodes& asked) {
+Group quantized(const Tensor& x, const RequestedCodes& requested) {
   using SevenTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
   static const auto quantize = c10::Dispatcher::singleton()
                                    .findSchemaOrThrow("tandem::quantize", "")
@@ -102,7 +102,7 @@ Group quantized(const Tensor& x, const AskedCodes& asked) {
                                                        std::string_view, GroupMask)>();
   const at::AutoDispatchBelowADInplaceOrView below;
   return std::apply([](auto&&... part) { return Group{std::move(part)...}; },
-                    quantize.call(x, asked.given, asked.quantizer->text, asked.wanted));
+                    quantize.call(x, requested.given, requested.quantizer->text, requested.wanted));
 }
 
 }  // namespace detail

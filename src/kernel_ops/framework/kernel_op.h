@@ -124,8 +124,8 @@ using DispatchedOf =
 /// schema has the names of the arguments. Absent tensors are nullptr.
 TANDEM_API void require_one_device(const std::string& op, c10::ArrayRef<const Tensor*> arguments);
 
-/// Throws c10::ValueError if `asked` has a given tensor or wanted parts but no quantizer.
-TANDEM_API void check_no_codes_asked(const char* op, const AskedCodes& asked);
+/// Throws c10::ValueError if `requested` has a given tensor or wanted parts but no quantizer.
+TANDEM_API void check_no_codes_asked(const char* op, const RequestedCodes& requested);
 
 template <size_t N, typename T>
 bool is_taken(const std::array<Dtypes, N>& takes, size_t& next, const T& argument) {
@@ -154,8 +154,8 @@ inline constexpr bool kIsTyped =
 template <typename Args>
 bool asks_for_codes(const Args& args) {
   bool asks = false;
-  detail::for_each_codes(args, [&](const auto& asked, size_t) {
-    asks = asks || asked || asked.given || asked.wanted != GroupMask{};
+  detail::for_each_codes(args, [&](const auto& requested, size_t) {
+    asks = asks || requested || requested.given || requested.wanted != GroupMask{};
   });
   return asks;
 }
@@ -192,8 +192,8 @@ ResultsOf<K> dispatch(const typename K::Args& args) {
   if constexpr (kGroupCount<K> != 0)
     if (asks_for_codes(args)) {
       ResultsOf<K> results = dispatch_to<K, true>(args);
-      detail::for_each_codes(args, [&](const auto& asked, size_t index) {
-        if (!asked)
+      detail::for_each_codes(args, [&](const auto& requested, size_t index) {
+        if (!requested)
           std::fill_n(results.begin() + kMadeCount<K> + index * group_size, group_size, Tensor());
       });
       return results;
@@ -314,25 +314,25 @@ c10::SymIntArrayRef sizes_of_source(const CodesOf<kOf>& /*codes*/, const typenam
 /// results.
 template <typename K, typename Use>
 void for_each_part(const typename K::Args& args, const Specs<kMadeCount<K>>& specs, Use&& use) {
-  for_each_codes(args, [&](const auto& asked, size_t index) {
-    if (!asked) return check_no_codes_asked(K::kName, asked);
-    const auto parts = group_specs(K::kName, sizes_of_source<K>(asked, args, specs), asked.given,
-                                   *asked.quantizer, asked.wanted);
+  for_each_codes(args, [&](const auto& requested, size_t index) {
+    if (!requested) return check_no_codes_asked(K::kName, requested);
+    const auto parts = group_specs(K::kName, sizes_of_source<K>(requested, args, specs),
+                                   requested.given, *requested.quantizer, requested.wanted);
     for (size_t part = 0; part < group_size; ++part)
       use(parts[part], kMadeCount<K> + index * group_size + part);
   });
 }
 
 /// The codes of x by the kernel op Quantize.
-TANDEM_API Group quantized(const Tensor& x, const AskedCodes& asked);
+TANDEM_API Group quantized(const Tensor& x, const RequestedCodes& requested);
 
-/// Calls `quantize(source, asked)` for each member that requests codes and stores the groups among
-/// the results.
+/// Calls `quantize(source, requested)` for each member that requests codes and stores the groups
+/// among the results.
 template <typename K, typename Quantize>
 void add_codes(const typename K::Args& args, ResultsOf<K>& results, Quantize&& quantize) {
-  for_each_codes(args, [&](const auto& asked, size_t index) {
-    if (!asked) return;
-    Group group = quantize(source_of<K>(asked, args, results), asked);
+  for_each_codes(args, [&](const auto& requested, size_t index) {
+    if (!requested) return;
+    Group group = quantize(source_of<K>(requested, args, results), requested);
     std::ranges::move(group, results.begin() + kMadeCount<K> + index * group_size);
   });
 }
@@ -394,8 +394,8 @@ ResultsOf<K> run_reference(const typename K::Args& args) {
                           " is ", results[i].scalar_type(), ", not ", specs[i].dtype);
     if (results[i].layout() == at::kStrided) results[i] = results[i].contiguous();
   }
-  detail::add_codes<K>(args, results, [](const Tensor& source, const AskedCodes& asked) {
-    return group_reference(source, asked.given, *asked.quantizer, asked.wanted);
+  detail::add_codes<K>(args, results, [](const Tensor& source, const RequestedCodes& requested) {
+    return group_reference(source, requested.given, *requested.quantizer, requested.wanted);
   });
   if constexpr (kGroupCount<K> != 0)
     for (size_t i = 0; i < specs.size(); ++i)

@@ -152,7 +152,7 @@ Read& read_of(Pieces weight) {
 
 /// A number that changes if the bytes may have changed, without reading them: optimizers stepped,
 /// other workspaces of the weight found changed bytes, or the weight was declared new.
-int64_t writes_told_of(Pieces weight) {
+int64_t reported_writes_of(Pieces weight) {
   constexpr int64_t kApart = int64_t{1} << 32;  // apart from the epochs of steps
   int64_t rewrites = read_of(weight).rewrites;
   for (const at::Tensor& piece : weight) rewrites += entry_of(piece).more.rewrites;
@@ -195,7 +195,7 @@ Signs signs_of(Pieces weight, const Quantizer& quantizer, GroupMask mask) {
           combined(weight, address_of),
           combined(weight, number_of_version_counter),
           combined(weight, version_of),
-          writes_told_of(weight),
+          reported_writes_of(weight),
           region,
           hash_of(quantizer),
           combined(weight, [&](const at::Tensor& piece) { return hash_of(piece, mask); })};
@@ -206,7 +206,7 @@ void note_read(Pieces weight, int64_t content, bool is_said_new, Signs& signs) {
   const bool is_other = content == 0 ? is_said_new : read.content != 0 && read.content != content;
   read.content = content;
   if (is_other) ++read.rewrites;
-  signs[epoch] = writes_told_of(weight);
+  signs[epoch] = reported_writes_of(weight);
 }
 
 void note_first_microbatch(Pieces weights) {

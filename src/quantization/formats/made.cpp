@@ -48,24 +48,24 @@ bool has_codes(const Group& group) {
 }  // namespace
 
 void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
-                       const AskedCodes& asked, Group group) {
+                       const RequestedCodes& requested, Group group) {
   if (y.defined()) made.y.data = const_cast<void*>(y.const_data_ptr());  // only `make` writes
-  if (!asked) return kernels::cpu::make_all(made);
-  const CpuScaling& scaling = *asked.quantizer->scaling->cpu;
+  if (!requested) return kernels::cpu::make_all(made);
+  const CpuScaling& scaling = *requested.quantizer->scaling->cpu;
   if (has_codes(group) && is_matrix(sizes, made.y) && scaling.quantize_made != nullptr)
-    return scaling.quantize_made(made, asked.given, *asked.quantizer, group);
+    return scaling.quantize_made(made, requested.given, *requested.quantizer, group);
   const Tensor all =
       y.defined() ? y : empty_cpu(C10_AS_INTARRAYREF_SLOW(sizes), dtype_of(made.y.element));
   made.y.data = const_cast<void*>(all.const_data_ptr());
   kernels::cpu::make_all(made);
-  scaling.quantize(all, asked.given, *asked.quantizer, group);
+  scaling.quantize(all, requested.given, *requested.quantizer, group);
 }
 
 CodesBeside::CodesBeside(kernels::Rows y, const Tensor& memory, c10::SymIntArrayRef sizes,
-                         const AskedCodes& asked, Group group)
+                         const RequestedCodes& requested, Group group)
     : y_(y),
       sizes_(sizes.begin(), sizes.end()),
-      asked_(asked),
+      requested_(requested),
       group_(std::move(group)),
       way_(way()),
       memory_(memory) {
@@ -75,8 +75,8 @@ CodesBeside::CodesBeside(kernels::Rows y, const Tensor& memory, c10::SymIntArray
 }
 
 CodesBeside::Way CodesBeside::way() const {
-  if (!asked_) return Way::nowhere;
-  const CpuScaling& scaling = *asked_.quantizer->scaling->cpu;
+  if (!requested_) return Way::nowhere;
+  const CpuScaling& scaling = *requested_.quantizer->scaling->cpu;
   if (!has_codes(group_) || !is_matrix(sizes_, y_)) return Way::at_the_end;
   if (scaling.quantize_band == nullptr)
     return scaling.quantize_seen == nullptr ? Way::at_the_end : Way::once_seen;
@@ -85,7 +85,7 @@ CodesBeside::Way CodesBeside::way() const {
 }
 
 size_t CodesBeside::together() const {
-  return way_ == Way::in_bands ? asked_.quantizer->scaling->cpu->band_rows : 1;
+  return way_ == Way::in_bands ? requested_.quantizer->scaling->cpu->band_rows : 1;
 }
 
 kernels::Rows CodesBeside::rows(size_t first, size_t count) const {
@@ -98,8 +98,8 @@ void CodesBeside::take(kernels::ConstRows rows, size_t first) const {
   const kernels::cpu::Band band{rows, first, y_.rows};
   const kernels::cpu::Seen seen = way_ == Way::once_seen
                                       ? kernels::cpu::look_at_band(band)
-                                      : asked_.quantizer->scaling->cpu->quantize_band(
-                                            band, asked_.given, *asked_.quantizer, group_);
+                                      : requested_.quantizer->scaling->cpu->quantize_band(
+                                            band, requested_.given, *requested_.quantizer, group_);
   float known = amax_.load();
   while (known < seen.amax && !amax_.compare_exchange_weak(known, seen.amax)) {
   }
@@ -108,12 +108,12 @@ void CodesBeside::take(kernels::ConstRows rows, size_t first) const {
 
 void CodesBeside::finish() const {
   if (way_ == Way::nowhere) return;
-  const CpuScaling& scaling = *asked_.quantizer->scaling->cpu;
+  const CpuScaling& scaling = *requested_.quantizer->scaling->cpu;
   if (way_ == Way::at_the_end)
-    return scaling.quantize(memory_, asked_.given, *asked_.quantizer, group_);
+    return scaling.quantize(memory_, requested_.given, *requested_.quantizer, group_);
   if (scaling.quantize_seen != nullptr)
-    scaling.quantize_seen(y_, {amax_.load(), has_nan_.load()}, asked_.given, *asked_.quantizer,
-                          group_);
+    scaling.quantize_seen(y_, {amax_.load(), has_nan_.load()}, requested_.given,
+                          *requested_.quantizer, group_);
   if (group_[group_amax].defined()) *group_[group_amax].data_ptr<float>() = amax_.load();
 }
 

@@ -52,7 +52,7 @@ class SumsOfMade {
 /// unless it is defined; else y is stored and quantized afterwards. Without requested codes, only y
 /// is computed. On the CPU.
 void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
-                       const AskedCodes& asked, tandem::Group group);
+                       const RequestedCodes& requested, tandem::Group group);
 
 /// The codes of a matrix y whose rows a kernel computes beside another matrix, bitwise as Quantize.
 /// If the kind of scale allows, rows are quantized while they are in the cache. Without a quantizer
@@ -62,7 +62,7 @@ class CodesBeside {
   /// `y`: element, rows and columns; `memory`: the tensor y if it is wanted, else undefined;
   /// `sizes`: the sizes of y.
   CodesBeside(kernels::Rows y, const Tensor& memory, c10::SymIntArrayRef sizes,
-              const AskedCodes& asked, tandem::Group group);
+              const RequestedCodes& requested, tandem::Group group);
   /// The value for MadeRows::together.
   size_t together() const;
   /// Memory for this thread to write `count` rows that begin at `first`; absent if they are not
@@ -86,7 +86,7 @@ class CodesBeside {
 
   kernels::Rows y_;
   c10::SymDimVector sizes_;
-  const AskedCodes& asked_;
+  const RequestedCodes& requested_;
   tandem::Group group_;
   Way way_;
   Tensor memory_;

@@ -13,7 +13,7 @@
 namespace tandem {
 
 /// Everything that forward, the setup of its context and backward depend on.
-struct PlainArguments {
+struct FunctionalArguments {
   /// The "ops" array of a description.
   std::string ops;
   /// The recipe as JSON; "null": none.
@@ -21,7 +21,7 @@ struct PlainArguments {
   /// The main input, then extra inputs.
   std::vector<at::Tensor> inputs, params;
   /// Which gradients are requested: of inputs, then of params.
-  std::vector<bool> asked;
+  std::vector<bool> requested;
   /// Workspaces for the codes of weights, as an earlier call returned them; empty at first. Those
   /// that do not fit are replaced. nullopt: weights are quantized in each call.
   std::optional<std::vector<at::Tensor>> workspaces = std::nullopt;
@@ -40,11 +40,11 @@ struct ReadArgument {
 };
 
 /// The results of forward.
-struct PlainResults {
+struct FunctionalResults {
   /// The main output, then extra outputs: fresh tensors.
   std::vector<at::Tensor> outputs;
   /// What backward reads from forward. A tensor that is an argument or shares memory with one is
-  /// undefined here: PlainContext finds it among the arguments.
+  /// undefined here: FunctionalContext finds it among the arguments.
   std::vector<at::Tensor> saved;
   /// read[i]: the argument that saved[i] is or shares memory with, or zeros. For each of
   /// `workspaces` one more element follows: zeros unless the tensor holds codes.
@@ -58,18 +58,18 @@ struct PlainResults {
 /// Runs forward of the pipeline's plan.
 ///
 /// Throws: c10::ValueError if tensors do not fit the ops.
-TANDEM_API PlainResults plain_forward(const PlainArguments& arguments);
+TANDEM_API FunctionalResults functional_forward(const FunctionalArguments& arguments);
 
 /// The context of backward: the plan, and the tensors that it reads.
-class TANDEM_API PlainContext {
+class TANDEM_API FunctionalContext {
  public:
   /// Keeps only shapes, dtypes and devices of the outputs, which gradients must have.
   ///
   /// Throws: c10::ValueError if `results` are not those of forward with these arguments, or if an
   ///         argument that backward reads, or a workspace, was written since.
-  PlainContext(const PlainArguments& arguments, const PlainResults& results);
-  ~PlainContext();
-  PlainContext(PlainContext&&) noexcept;
+  FunctionalContext(const FunctionalArguments& arguments, const FunctionalResults& results);
+  ~FunctionalContext();
+  FunctionalContext(FunctionalContext&&) noexcept;
 
   /// The requested gradients of inputs, then of params; undefined if there is none. `gradients`: of
   /// the outputs, undefined if not known. Unless `retain`, each kept tensor is released with the

@@ -1,4 +1,4 @@
-#include "pipeline/plain_call.h"
+#include "pipeline/functional_call.h"
 
 #include <ATen/ops/clone.h>
 #include <c10/core/GradMode.h>
@@ -25,7 +25,7 @@ using at::Tensor;
 
 /// The arguments with their plan.
 struct Planned {
-  explicit Planned(const PlainArguments& given)
+  explicit Planned(const FunctionalArguments& given)
       : program(program_of(write_description(given.ops, given.recipe,
                                              {.training = given.training,
                                               .cache_weights = given.workspaces.has_value(),
@@ -44,17 +44,17 @@ struct Planned {
 
   /// Makes detached views that require the requested gradients, because a key reads flags of
   /// tensors.
-  PlanKey key(const PlainArguments& given) {
+  PlanKey key(const FunctionalArguments& given) {
     std::vector<Tensor> inputs = given.inputs, params = given.params;
-    const bool asks = std::ranges::count(given.asked, true) != 0;
+    const bool asks = std::ranges::count(given.requested, true) != 0;
     size_t place = 0;
     for (auto* list : {&inputs, &params})
       for (Tensor& tensor : *list) {
-        const bool asked = given.asked[place++];
-        if (!tensor.defined() || (tensor.requires_grad() == asked && asked)) continue;
+        const bool requested = given.requested[place++];
+        if (!tensor.defined() || (tensor.requires_grad() == requested && requested)) continue;
         const c10::AutoGradMode no_grad(false);
         tensor = tensor.detach();
-        if (asked && tensor.is_floating_point()) tensor.set_requires_grad(true);
+        if (requested && tensor.is_floating_point()) tensor.set_requires_grad(true);
       }
     Arguments marked = arguments;
     marked.inputs = inputs;
@@ -132,14 +132,14 @@ std::vector<Tensor> fresh_outputs(const Planned& planned, Frame& frame) {
 
 }  // namespace
 
-PlainResults plain_forward(const PlainArguments& given) {
+FunctionalResults functional_forward(const FunctionalArguments& given) {
   const Planned planned(given);
   const Plan& plan = *planned.plan;
   const c10::AutoGradMode no_grad(false);
   Session session(plan, planned.path, planned.arguments);
   Frame& frame = session.frame();
   session.run_forward();
-  PlainResults results;
+  FunctionalResults results;
   results.outputs = fresh_outputs(planned, frame);
   for (size_t k = 0; k < plan.kept.size(); ++k) {
     const Value value = plan.kept[k];
@@ -162,7 +162,7 @@ PlainResults plain_forward(const PlainArguments& given) {
   return results;
 }
 
-struct PlainContext::Kept {
+struct FunctionalContext::Kept {
   std::shared_ptr<const Plan> plan;
   Path path;
   /// By index in Plan::kept: the parts of each value.
@@ -205,10 +205,11 @@ struct PlainContext::Kept {
   }
 };
 
-PlainContext::~PlainContext() = default;
-PlainContext::PlainContext(PlainContext&&) noexcept = default;
+FunctionalContext::~FunctionalContext() = default;
+FunctionalContext::FunctionalContext(FunctionalContext&&) noexcept = default;
 
-PlainContext::PlainContext(const PlainArguments& given, const PlainResults& results)
+FunctionalContext::FunctionalContext(const FunctionalArguments& given,
+                                     const FunctionalResults& results)
     : kept_(std::make_unique<Kept>()) {
   Planned planned(given);
   const Plan& plan = *planned.plan;
@@ -276,7 +277,7 @@ PlainContext::PlainContext(const PlainArguments& given, const PlainResults& resu
   }
 }
 
-void PlainContext::Kept::check(const Tensor& gradient, size_t place) const {
+void FunctionalContext::Kept::check(const Tensor& gradient, size_t place) const {
   const OutputTraits& output = outputs[place];
   TORCH_CHECK_VALUE(gradient.sym_sizes() == c10::SymIntArrayRef(output.sizes),
                     "backward: expected a gradient of shape ", c10::SymIntArrayRef(output.sizes),
@@ -290,7 +291,7 @@ void PlainContext::Kept::check(const Tensor& gradient, size_t place) const {
                     ". Move it with .to().");
 }
 
-std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain) {
+std::vector<Tensor> FunctionalContext::backward(at::TensorList gradients, bool retain) {
   TORCH_CHECK(!kept_->is_released,
               "backward: expected a context whose activations are there, got one whose backward "
               "has run. Pass retain=True to all calls but the last.");
@@ -314,7 +315,7 @@ std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain
   for (size_t i = 0; i < gradients.size(); ++i)
     mask.given.push_back(gradients[i].defined() && exists(plan.output_gradients[i]));
   for (size_t i = 0; i < plan.gradients.size(); ++i)
-    mask.asked.push_back(exists(plan.gradients[i]) || plan.absorbed[i]);
+    mask.requested.push_back(exists(plan.gradients[i]) || plan.absorbed[i]);
   const c10::AutoGradMode no_grad(false);
   if (std::ranges::find(mask.given, true) != mask.given.end()) {
     const auto backward = backward_plan(plan, mask);
@@ -344,9 +345,9 @@ std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain
   return results;
 }
 
-std::vector<Tensor> PlainContext::saved() const { return kept_->own; }
+std::vector<Tensor> FunctionalContext::saved() const { return kept_->own; }
 
-int64_t PlainContext::saved_bytes() const {
+int64_t FunctionalContext::saved_bytes() const {
   int64_t bytes = 0;
   for (size_t i = 0; i < kept_->own.size(); ++i) {
     const bool is_counted = std::ranges::any_of(
