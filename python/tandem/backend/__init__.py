@@ -36,7 +36,8 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
     if mode not in (None, "default"):
         raise ValueError(f"compile: expected no mode, or \"default\", as pipelines have options instead, got {mode!r}. Pass options.")
     chosen = Options.of(options or {})
-    note_autocast(graph, torch.is_autocast_enabled("cpu"))
+    device = next((each.device.type for each in inputs if isinstance(each, torch.Tensor)), "cpu")
+    note_autocast(graph, device, torch.is_autocast_enabled(device))
     reports = [_replace(part, caller, chosen) for caller, part in (*checkpointed(graph), (None, graph))]
     recompute.put(graph)
     warn_of_high_precision(reports, chosen, inputs, options or {})

@@ -11,23 +11,19 @@ from torch.fx import GraphModule, Node
 from tandem.backend.normalise import is_recomputed
 
 
-def note_autocast(graph: GraphModule, is_on: bool) -> None:
-    """Sets `meta["is_autocast"]` of each node, also in checkpointed parts: whether CPU autocast is on there.
-
-    Args:
-        graph: a graph from Dynamo.
-        is_on: whether CPU autocast is on at the beginning of the graph. Dynamo guards compiled code by it.
-    """
+def note_autocast(graph: GraphModule, on: str, is_on: bool) -> None:
+    """Sets `meta["is_autocast"]` of each node, also in checkpointed parts: whether autocast of the device type `on` is on there. `is_on`: whether it is at the
+    beginning of the graph; Dynamo guards compiled code by it."""
     before: dict[Node, bool] = {}
     for node in graph.graph.nodes:
         if node.target is torch.amp._enter_autocast:
             before[node] = is_on
             device, _, enabled, *_ = node.args
-            is_on = bool(enabled) if device == "cpu" else is_on
+            is_on = bool(enabled) if device == on else is_on
         elif node.target is torch.amp._exit_autocast:
             is_on = before[node.args[0]]
         elif is_recomputed(node):
-            note_autocast(graph.get_submodule(node.args[0].target), is_on)
+            note_autocast(graph.get_submodule(node.args[0].target), on, is_on)
         node.meta["is_autocast"] = is_on
 
 

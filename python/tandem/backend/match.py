@@ -86,7 +86,7 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], options: Options
             continue
         kept = tuple(bound[name] for name in ("keys", "values") if name in bound)
         outside = {inner for inner in nodes - {node} if any(terms.same(user) not in nodes for user in users(inner, terms))}
-        if any(inner not in kept and (terms.kind(inner) != "laid" or terms.of(inner).inputs[0] not in kept) for inner in outside):
+        if any(memory_of(inner) in terms.hooked or inner not in kept and (terms.kind(inner) != "laid" or terms.of(inner).inputs[0] not in kept) for inner in outside):
             reasons += [row.read_inside] if row.read_inside else []
             continue
         modules = [module_of(each) for each in sorted(nodes, key=terms.order.__getitem__) if terms.kind(each) in PRODUCTS] or [module_of(node)]

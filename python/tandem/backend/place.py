@@ -34,7 +34,7 @@ class Draft:
         self.steps: list[tuple[Op, list[str | None], tuple[str, bool] | None]] = []  # an op, the channels of its extra inputs and of its extra output
         self.extras: list[Node] = []
         self.ends: list[bool] = []  # for each extra: whether it holds the ends of groups
-        self.outs = [*region.last.outs]
+        self.outs, self.device = [*region.last.outs], value_of(region.x).device
         self.heads: dict[int, Mapping[str, int]] = {}  # by index of an extra output with keys and values for other nodes: the options of its heads
         inside, channels, count = region.nodes(), {}, 0
         for at, found in enumerate(region.found):
@@ -104,7 +104,7 @@ class Draft:
             for name, weight in op.weights:
                 if weight.node is None:
                     value = float(name == "weight" and not op.options.get("zero_centered_gamma"))
-                    neutral = torch.full_like(module._parameters[name], value, device="cpu")
+                    neutral = torch.full_like(module._parameters[name], value, device=self.device)
                     module._parameters[name] = torch.nn.Parameter(neutral, requires_grad=False)
                 else:
                     places.append(Place(module._parameters, name, module._parameters[name], self.weights.index(weight.node), weight.transposed))
@@ -232,7 +232,7 @@ class Call(torch.nn.Module):
             ends = [extra for extra, is_end in zip(extras, self.draft.ends, strict=True) if is_end]
             sizes = {id(each): torch.diff(each, prepend=each.new_zeros(1)) for each in ends}  # number of rows of each group
             given = (x, *[sizes.get(id(extra), extra) for extra in extras])
-        with torch.autocast("cpu", enabled=False) if not self.knows_autocast and torch.is_autocast_enabled("cpu") else nullcontext():
+        with nullcontext() if self.knows_autocast or not torch.is_autocast_enabled(of := self.draft.device.type) else torch.autocast(of, enabled=False):
             return pipeline.forward(*given)
 
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from tandem import ops
 from tandem.backend.match import Found, module_of
-from tandem.backend.normalise import Terms, computed_of
+from tandem.backend.normalise import Terms, computed_of, memory_of
 
 WORTH_NO_PIPELINE = {"scale", "modulation", "dropout", "bias", "sum"}  # regions of these rows alone would be no faster than the graph
 
@@ -61,7 +61,8 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
             if region is None or region.last.is_written or region.last.outs != (way.x,) or region.stretch != terms.stretch[node]:
                 continue
             own, others = _products(way), _products(*region.found)
-            if own and others and (own != others or recipe != region.recipe):  # only one of the two kinds of products follows autocast
+            is_hooked = any(read in region.made() and memory_of(read) in terms.hooked for read in way.reads())
+            if is_hooked or own and others and (own != others or recipe != region.recipe):  # only one of the two kinds of products follows autocast
                 continue
             inside = region.made() - {weight.node for op in way.ops for _, weight in op.weights}  # a pipeline takes weights from outside only
             if not any(_needs(read, region, owner, terms) for read in way.reads() if read not in inside):

@@ -51,7 +51,7 @@ class Reference:
             beside: the values of the nodes `self.beside`.
         """
         # Contexts of the caller, such as a checkpoint that counts saved tensors, must not see this run, nor may it change their random numbers.
-        with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, lambda tensor: tensor):
             copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given}
             copies |= {id(tensor): tensor for tensor in weights if id(tensor) in copies}  # a weight that is an operand too has one gradient
             operands = [copies[id(tensor)] for tensor in given]
@@ -105,11 +105,7 @@ def _kind(tensor: torch.Tensor | None) -> str:
 
 
 def _rounds_to(tensor: torch.Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tensor.dtype
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return torch.get_autocast_dtype(tensor.device.type) if torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
 
 
 def _grads(results: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], wanting: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor | None]:
