@@ -29,8 +29,7 @@ install(FILES ${PROJECT_BINARY_DIR}/generated/tandem/version.h DESTINATION inclu
 # installed, these headers include each other by their place below tandem/.
 set(extension_folders core kernel_ops planner quantization kernels)
 foreach(folder ${extension_folders})
-  install(DIRECTORY src/${folder} DESTINATION include/tandem/extension FILES_MATCHING PATTERN "*.h" PATTERN "cpu" EXCLUDE
-          PATTERN "cuda" EXCLUDE)
+  install(DIRECTORY src/${folder} DESTINATION include/tandem/extension FILES_MATCHING PATTERN "*.h" PATTERN "cpu" EXCLUDE)
 endforeach()
 list(JOIN extension_folders "|" any_extension_folder)
 install(CODE "set(any_folder \"${any_extension_folder}\")")

@@ -9,5 +9,5 @@ command -v clang-format >/dev/null || {
 action=(--dry-run -Werror)
 if [ "${1:-}" = --fix ]; then action=(-i); fi
 find . \( -name '.?*' -o -path ./build -o -path ./out -o -path ./dist \) -prune -o -type f \
-  \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 |
+  \( -name '*.cpp' -o -name '*.h' \) -print0 |
   xargs -0 -r clang-format "${action[@]}"

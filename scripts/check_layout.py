@@ -2,8 +2,8 @@
 
 Usage: check_layout.py [ROOT]      Rules:
   sizes   no source file has more than MAX_LINES lines; the median is at most MEDIAN_LINES
-  columns no line of C++ or CUDA has more than MAX_COLUMNS; comments count too, because the formatter does not break them
-  arrows  an #include never points to a higher layer; torch, autograd and CUDA headers stay in their folders
+  columns no line of C++ has more than MAX_COLUMNS; comments count too, because the formatter does not break them
+  arrows  an #include never points to a higher layer; torch's and autograd's headers stay in their folders, and CUDA's are nowhere
   bodies  a declaration of a header is not defined in a higher layer. A header that every layer may include counts as part of the lowest layer
           that includes it
   circles Python modules below python/ do not import each other in a circle. Imports inside functions and under TYPE_CHECKING count too: each
@@ -28,7 +28,7 @@ import declarations
 MAX_LINES = 700
 MEDIAN_LINES = 200
 MAX_COLUMNS = 100
-SOURCE_SUFFIXES = {".cpp", ".h", ".cu", ".cuh", ".py"}
+SOURCE_SUFFIXES = {".cpp", ".h", ".py"}
 SKIPPED_FOLDERS = {"build", "dist", "out", "node_modules", "__pycache__"}
 
 # The layers, lowest first. A folder may include folders of its own row and of the rows before it. A folder inside another one is a layer of
@@ -54,7 +54,6 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
 CUDA = re.compile(r"^(cuda|cub/|cublas|cudnn|cutlass/|cute/|thrust/|cooperative_groups|nccl|nvtx)")
 AUTOGRAD = re.compile(r"^torch/csrc/autograd/")
-CUDA_SWITCH = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*\bTANDEM_CUDA\b")
 COMMENT_BREAK = re.compile(r"\n\s*//[/!]?")
 NAMED_TESTS = re.compile(r"\(tests?\s+([A-Z*][\w.*]*(?:,\s+[A-Z*][\w.*]*)*)\)")
 TEST_CASE = re.compile(r"\b(?:TYPED_)?TEST(?:_[FP])?\(\s*(\w+)\s*,\s*(\w+)")
@@ -111,11 +110,10 @@ def folder_of(header: str) -> str:
 
 def check_include(path: Path, layer: str, included: str) -> str | None:
     """Why `path`, of `layer`, must not include `included`; None if it may."""
-    in_cuda_folder = path.parts[:3] == ("src", "kernels", "cuda")
     if layer == "kernels" and TORCH.match(included):
         return "kernels know no torch: pass raw views"
-    if CUDA.match(included) and not in_cuda_folder:
-        return "only src/kernels/cuda includes CUDA headers"
+    if CUDA.match(included):
+        return "the library builds without CUDA's headers"
     if AUTOGRAD.match(included) and path.parts[0] == "src" and layer != "autograd":
         if not (layer == "bindings" and included.endswith("/python_variable.h")):
             return "only src/autograd includes torch/csrc/autograd"
@@ -148,8 +146,6 @@ def check_arrows(root: Path, files: list[Path]) -> list[str]:
             problems.append(f"{relative}: expected a folder of LAYERS in check_layout.py, got {layer}. Add it there.")
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if CUDA_SWITCH.match(line):
-                problems.append(f"{relative}:{number}: expected no TANDEM_CUDA outside cmake/, got `{line.strip()}`.")
             found = INCLUDE.match(line)
             wrong = check_include(relative, layer, found[1]) if found and layer else None
             if wrong:
@@ -246,7 +242,7 @@ def check_tops(root: Path) -> list[str]:
 
 
 def listed_sources(cmake_file: Path) -> list[Path]:
-    """The sources that a CMakeLists.txt or sources.cmake lists, except those of other folders, which have absolute paths."""
+    """The sources that a CMakeLists.txt lists, except those of other folders, which have absolute paths."""
     text = re.sub(r"#.*", "", cmake_file.read_text(encoding="utf-8"))
     listed = LISTED.findall(" ".join(LISTING.findall(text)))
     names = [name.removeprefix("${CMAKE_CURRENT_SOURCE_DIR}/") for name in listed]
@@ -255,7 +251,7 @@ def listed_sources(cmake_file: Path) -> list[Path]:
 
 def check_lists(root: Path, files: list[Path]) -> list[str]:
     folders = [root / name for name in ("src", "apps", "cli", "tests", "benchmarks") if (root / name).is_dir()]
-    lists = [found for folder in folders for name in ("CMakeLists.txt", "sources.cmake") for found in folder.rglob(name)]
+    lists = [found for folder in folders for found in folder.rglob("CMakeLists.txt")]
     times_listed = Counter(source for cmake_file in lists for source in listed_sources(cmake_file))
     problems = []
     for source, times in times_listed.items():
@@ -264,7 +260,7 @@ def check_lists(root: Path, files: list[Path]) -> list[str]:
         elif times > 1:
             problems.append(f"{source.relative_to(root)}: expected one list to name it, got {times}.")
     for path in files:
-        if path.suffix in (".cpp", ".cu") and any(folder in path.parents for folder in folders):
+        if path.suffix == ".cpp" and any(folder in path.parents for folder in folders):
             if path not in times_listed:
                 problems.append(
                     f"{path.relative_to(root)}: expected the CMakeLists.txt of its folder to name it, got none that does. "

@@ -25,7 +25,7 @@ TOKEN = re.compile(
     re.DOTALL,
 )
 PYTHON_STRING = re.compile(r"""[rbf]{0,2}("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')""")
-SOURCES = {".cpp", ".h", ".cu", ".cuh"}
+SOURCES = {".cpp", ".h"}
 
 
 @dataclass(frozen=True)

@@ -49,17 +49,6 @@ thread_tests() {
   OMP_NUM_THREADS=1 TSAN_OPTIONS=suppressions=tests/threads/suppressions.txt build/release/tests/tandem_tsan_tests --gtest_brief=1
 }
 
-cuda_kernels() {
-  if ! command -v nvcc >/dev/null && [ -z "${CUDACXX:-}" ]; then
-    echo "skipped: no nvcc"
-  elif ! ls src/kernels/cuda/*.cu >/dev/null 2>&1; then
-    echo "skipped: no CUDA sources"
-  else
-    configure cuda
-    cmake --build --preset cuda -j "$(jobs_count)"
-  fi
-}
-
 # configure PRESET: runs cmake and shows its output only if it fails.
 configure() {
   mkdir -p build
