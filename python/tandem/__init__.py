@@ -11,7 +11,6 @@ torch.Size([8, 64])
 plan: training, with gradients, recipe none
 """
 
-import sys
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -66,18 +65,6 @@ __all__ = [
 def _after_step(*_: object) -> None:
     _C.weights_changed()  # fused optimizers write weights without changing version counters
 
-
-# Former names of modules: pickles of earlier versions contain them, and the extension imports two modules by them.
-_FORMER_MODULES = {
-    "_autocast": "regions.autocast", "_checkpoint": "regions.checkpoint", "_compile": "compilers.compile", "_compiled_state": "state.compiled",
-    "_decompositions": "compilers.decompositions", "_export": "state.transformer_engine", "_inspect": "report.inspection",
-    "_loss": "ops.linear_cross_entropy", "_memory_budget": "regions.memory_budget", "_names": "regions.autocast", "_quantize": "quantized.formats",
-    "_quantized_init": "quantized.init", "_quantized_params": "quantized.parameters", "_quantized_tensor": "quantized.tensor",
-    "_quantizer": "quantized.quantizer", "_recipe_state": "state.recipe", "_report": "report.explain", "_runtime": "ops.runtime",
-    "_weights": "quantized.weights",
-}
-for _former, _module in _FORMER_MODULES.items():
-    sys.modules[f"{__name__}.{_former}"] = sys.modules[f"{__name__}.{_module}"]
 
 register_optimizer_step_post_hook(_after_step)
 register_decompositions()

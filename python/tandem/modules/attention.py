@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from tandem import _C, ops
-from tandem.modules.base import Init, Module, check_one_value, forked
+from tandem.modules.base import Init, Module, check_one_value
 from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.linear import Linear
 from tandem.modules.norm import LayerNorm, RMSNorm
-from tandem.ops.arguments import Fixed, at_default, finite, flag, positive
+from tandem.ops.arguments import Fixed, at_default, drawing, finite, flag, positive
 from tandem.ops.unit import drop_extra_state
 from tandem.quantized.weights import in_microbatch
 from tandem.regions.checkpoint import checkpoint
@@ -413,7 +413,7 @@ class MultiheadAttention(torch.nn.Module):
         tracker = self.dropout_tracker if dropout else None
 
         def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-            with forked(tracker):
+            with drawing(tracker):
                 return F.scaled_dot_product_attention(
                     query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=self.num_heads != self.num_groups
                 )
@@ -466,22 +466,12 @@ class MultiheadAttention(torch.nn.Module):
         """
         if unused or encoder_output is not None:
             check_unused(self._get_name(), encoder_output=encoder_output, **unused)
-        if is_first_microbatch is not None:
-            with in_microbatch(is_first_microbatch):
-                return self.forward(
-                    hidden_states,
-                    attention_mask,
-                    attn_mask_type=attn_mask_type,
-                    window_size=window_size,
-                    rotary_pos_emb=rotary_pos_emb,
-                    inference_params=inference_params,
-                    checkpoint_core_attention=checkpoint_core_attention,
-                )
         check_window(self._get_name(), self.window_size if window_size is None else window_size, attn_mask_type or self.attn_mask_type)
-        context, normed = self.context(
-            hidden_states, attention_mask, attn_mask_type, rotary_pos_emb, inference_params, checkpoint_core_attention
-        )
-        outputs = self.proj(context)
+        with in_microbatch(is_first_microbatch):
+            context, normed = self.context(
+                hidden_states, attention_mask, attn_mask_type, rotary_pos_emb, inference_params, checkpoint_core_attention
+            )
+            outputs = self.proj(context)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if normed is not None:
             outputs = (*outputs, normed)

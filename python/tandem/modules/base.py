@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.arguments import Fixed, Of, at_default, drawing, flag, positive
 from tandem.ops.collective import _Collective, _replacement, share
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.joined import JoinedMixin
@@ -40,14 +40,6 @@ _NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "R
 def draw(weight: torch.Tensor) -> None:
     """Draws a weight as TransformerEngine does by default: from the normal distribution with mean 0 and deviation 0.023."""
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
-
-
-def forked(get_rng_state_tracker: Callable[[], Any] | None, name: str | None = None) -> AbstractContextManager[Any]:
-    """The context in which weights are drawn: `get_rng_state_tracker().fork(name)`; for None a context that does nothing, so the global generator draws."""
-    if get_rng_state_tracker is None:
-        return contextlib.nullcontext()
-    context: AbstractContextManager[Any] = get_rng_state_tracker().fork(name) if name else get_rng_state_tracker().fork()
-    return context
 
 
 class ProductMixin:
@@ -250,7 +242,7 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         tracker, name_of_tracker = self.__dict__.get("get_rng_state_tracker"), self.__dict__.get("rng_tracker_name")
         for name, param in self.named_parameters(recurse=False):
             if name in self._inits:
-                with forked(tracker, name_of_tracker):
+                with drawing(tracker, name_of_tracker):
                     (self._inits[name] or draw)(param)
             elif not name.startswith("layer_norm"):
                 torch.nn.init.zeros_(param)
@@ -317,23 +309,8 @@ class NormedModule(Module):
         """Resets the norm so that it neither scales nor shifts."""
         self._norm.reset_parameters()
 
-    @property
-    def eps(self) -> float:
-        """The norm's `eps`, which it adds to the variance or the mean square."""
-        return self._norm.eps
-
-    @eps.setter
-    def eps(self, value: float) -> None:
-        self._norm.eps = value
-
-    @property
-    def zero_centered_gamma(self) -> bool:
-        """Whether the norm multiplies by 1 + weight rather than by weight."""
-        return self._norm.zero_centered_gamma
-
-    @zero_centered_gamma.setter
-    def zero_centered_gamma(self, value: bool) -> None:
-        self._norm.zero_centered_gamma = value
+    eps = Of("_norm", "The norm's `eps`, which it adds to the variance or the mean square.")
+    zero_centered_gamma = Of("_norm", "Whether the norm multiplies by 1 + weight rather than by weight.")
 
     @property
     def _norm(self) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tandem import ops
-from tandem.modules.base import Init, ProductMixin, check_dtype, check_group, check_mode, check_one_value, draw, forked, sizes_of_rank
-from tandem.ops.arguments import Fixed, flag, whole
+from tandem.modules.base import Init, ProductMixin, check_dtype, check_group, check_mode, check_one_value, draw, sizes_of_rank
+from tandem.ops.arguments import Fixed, drawing, flag, whole
 from tandem.quantized.weights import in_microbatch
 
 
@@ -129,7 +128,7 @@ class GroupedLinear(ProductMixin, ops.GroupedLinear):
         for name, param in self.named_parameters(recurse=False):
             if name in self._main_grad_names:
                 for own in param if self.single_grouped_weight else [param]:
-                    with torch.no_grad(), forked(self.get_rng_state_tracker, self.rng_tracker_name):
+                    with torch.no_grad(), drawing(self.get_rng_state_tracker, self.rng_tracker_name):
                         self._init_method(own)
             else:
                 torch.nn.init.zeros_(param)
@@ -157,7 +156,7 @@ class GroupedLinear(ProductMixin, ops.GroupedLinear):
             check_dtype(self, inp)
         splits = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(_whole_numbers(self._get_name(), m_splits), dtype=torch.int64)
         buffers = {name: value for name, value in (("output", out), ("grad_input", dgrad_out)) if value is not None}
-        with in_microbatch(is_first_microbatch) if is_first_microbatch is not None else contextlib.nullcontext():
+        with in_microbatch(is_first_microbatch):
             y = super().forward(inp, splits, _run=_run, **buffers)
         if not self.return_bias:
             return y

@@ -58,31 +58,14 @@ class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
         """Creates a norm that neither scales nor shifts, draws the weight, and sets the bias to zeros.
 
         Args:
-            in_features: size of the last dimension of x, over all ranks.
-            out_features: size of the last dimension of y, over all ranks.
+            in_features, out_features, sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, init_method, bias, return_bias: as for `Linear`.
+            params_dtype, parallel_mode, parameters_split, device, delay_wgrad_compute, get_rng_state_tracker, symmetric_ar_type: as for `Linear`.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name, name: as for `Linear`.
             eps: the norm adds it to the variance or the mean square.
-            sequence_parallel: with a `parallel_mode`: whether each rank has a part of the first dimension of x ("column") or of y ("row").
-            fuse_wgrad_accumulation: whether backward adds the gradient of `weight` to `weight.main_grad`, as for `ops.BasicLinear`.
-            tp_group: process group of the ranks that share the weight; None: this rank computes alone.
-            tp_size: 1, or any number with `tp_group`, whose own size counts.
-            init_method: draws the weight in place; None: from the normal distribution with mean 0 and deviation 0.023.
-            bias: whether the module has a bias; False: `bias` is None.
             normalization: "LayerNorm" or "RMSNorm".
-            return_bias: whether a call returns the bias after y instead of adding it.
-            params_dtype: dtype of the parameters; None: `torch.get_default_dtype()`.
-            parallel_mode: "column": each rank has a part of the output features, and computes that part of y; "row": each has a part of the input
-                features, and the bias is added after the sum over ranks.
             return_layernorm_output: whether a call returns the output of the norm too, as its last result.
             return_layernorm_output_gathered: whether with `sequence_parallel` and "column" that output contains the rows of all ranks.
             zero_centered_gamma: whether the norm multiplies by 1 + weight rather than by weight.
-            device: device of the parameters; None: torch's default device.
-            name: stored as an attribute.
-            ub_name: not used.
-            parameters_split: as for `Linear`.
-            delay_wgrad_compute: whether backward leaves the gradient of the weight to `backward_dw`.
-            get_rng_state_tracker: function that returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
-            symmetric_ar_type: None; other values raise NotImplementedError.
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False; other values raise NotImplementedError.
         """
         op = self._get_name()
         check_one_value(op, locals())

@@ -15,7 +15,7 @@ from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.norm import LayerNorm, RMSNorm
 from tandem.ops import hooks
-from tandem.ops.arguments import Fixed, flag
+from tandem.ops.arguments import Fixed, Of, flag
 from tandem.quantized.weights import in_microbatch
 
 
@@ -221,35 +221,9 @@ class TransformerLayer(torch.nn.Module):
         text: str = self._tail_now().pipeline.explain(format)
         return text
 
-    @property
-    def layer_number(self) -> int | None:
-        """`layer_number` of the attention."""
-        number: int | None = self.self_attention.layer_number
-        return number
-
-    @layer_number.setter
-    def layer_number(self, value: int | None) -> None:
-        self.self_attention.layer_number = value
-
-    @property
-    def self_attn_mask_type(self) -> str:
-        """`attn_mask_type` of the attention."""
-        mask_type: str = self.self_attention.attn_mask_type
-        return mask_type
-
-    @self_attn_mask_type.setter
-    def self_attn_mask_type(self, value: str) -> None:
-        self.self_attention.attn_mask_type = value
-
-    @property
-    def window_size(self) -> Window | None:
-        """`window_size` of the attention."""
-        window: Window | None = self.self_attention.window_size
-        return window
-
-    @window_size.setter
-    def window_size(self, value: Window | None) -> None:
-        self.self_attention.window_size = value
+    layer_number = Of("self_attention", "`layer_number` of the attention.")
+    self_attn_mask_type = Of("self_attention", "`attn_mask_type` of the attention.", "attn_mask_type")
+    window_size = Of("self_attention", "`window_size` of the attention.")
 
     @property
     def attn_input_format(self) -> str:
@@ -298,38 +272,28 @@ class TransformerLayer(torch.nn.Module):
         """
         if unused:
             check_unused(self._get_name(), **unused)
-        if is_first_microbatch is not None:
-            with in_microbatch(is_first_microbatch):
-                return self.forward(
+        with in_microbatch(is_first_microbatch):
+            tail = self._traced_tail if is_dynamo_compiling() else self._tail_now()
+            attention = tail.attention
+            if tail.proj is not None:
+                check_window(self._get_name(), attention.window_size if window_size is None else window_size, self_attn_mask_type or attention.attn_mask_type)
+                context, _ = attention.context(
+                    hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params, checkpoint_core_attention
+                )
+            else:
+                context = attention(
                     hidden_states,
                     attention_mask,
-                    self_attn_mask_type=self_attn_mask_type,
+                    attn_mask_type=self_attn_mask_type,
                     window_size=window_size,
                     rotary_pos_emb=rotary_pos_emb,
                     inference_params=inference_params,
                     checkpoint_core_attention=checkpoint_core_attention,
                 )
-        tail = self._traced_tail if is_dynamo_compiling() else self._tail_now()
-        attention = tail.attention
-        if tail.proj is not None:
-            check_window(self._get_name(), attention.window_size if window_size is None else window_size, self_attn_mask_type or attention.attn_mask_type)
-            context, _ = attention.context(
-                hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params, checkpoint_core_attention
-            )
-        else:
-            context = attention(
-                hidden_states,
-                attention_mask,
-                attn_mask_type=self_attn_mask_type,
-                window_size=window_size,
-                rotary_pos_emb=rotary_pos_emb,
-                inference_params=inference_params,
-                checkpoint_core_attention=checkpoint_core_attention,
-            )
-            if not isinstance(context, torch.Tensor):
-                raise TypeError(
-                    f"{self._get_name()}: expected self_attention to return y alone, got {type(context).__name__}. Build it with "
-                    "return_bias=False and return_layernorm_output=False."
-                )
-        y: torch.Tensor = tail.pipeline(context, hidden_states)
-        return y
+                if not isinstance(context, torch.Tensor):
+                    raise TypeError(
+                        f"{self._get_name()}: expected self_attention to return y alone, got {type(context).__name__}. Build it with "
+                        "return_bias=False and return_layernorm_output=False."
+                    )
+            y: torch.Tensor = tail.pipeline(context, hidden_states)
+            return y

@@ -35,6 +35,22 @@ class Fixed:
             )
 
 
+class Of:
+    """An attribute that is one of a part: `owner.part.name`."""
+
+    def __init__(self, part: str, doc: str, name: str = "") -> None:
+        self.part, self.__doc__, self.name = part, doc, name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = self.name or name
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        return self if module is None else getattr(getattr(module, self.part), self.name)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        setattr(getattr(module, self.part), self.name, value)
+
+
 def at_default(op: str, default: Any = None, /, **arguments: Any) -> None:
     """Raises NotImplementedError for an argument of TransformerEngine that has another value than the only one that Tandem implements."""
     for name, value in arguments.items():
@@ -42,9 +58,9 @@ def at_default(op: str, default: Any = None, /, **arguments: Any) -> None:
             raise NotImplementedError(f"{op}: expected {name}={default!r}, got {value!r}. This version knows the default only.")
 
 
-def drawing(rng_state_tracker_function: Callable[[], Any] | None) -> AbstractContextManager[Any]:
-    """The context in which weights are drawn: the `fork()` of the object that the function returns; for None, the global generator draws."""
-    return contextlib.nullcontext() if rng_state_tracker_function is None else rng_state_tracker_function().fork()
+def drawing(tracker: Callable[[], Any] | None, name: str | None = None) -> AbstractContextManager[Any]:
+    """The context in which weights are drawn: `tracker().fork(name)`; without a tracker one that does nothing, so the global generator draws."""
+    return contextlib.nullcontext() if tracker is None else tracker().fork(*([name] if name else ()))
 
 
 def whole(value: Any) -> int | None:

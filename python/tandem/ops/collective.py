@@ -132,10 +132,13 @@ def share(op: str, name: str, features: int, size: int) -> int:
     return features // size
 
 
-class CollectivesMixin:
-    """An op whose parameters the ranks of a group share, with the collectives before and after it."""
+class SharedByRanks:
+    """An op or module with collectives among its `flat_ops`, because the ranks of a group share its parameters."""
 
     tensor_parallel_size: int
+
+    def _collectives(self: Any) -> list[_Collective]:
+        return [part for part in self.flat_ops() if isinstance(part, _Collective)]
 
     @property
     def tensor_parallel_group(self) -> Any:
@@ -143,16 +146,17 @@ class CollectivesMixin:
         return next((part.process_group for part in self._collectives()), None)
 
     @tensor_parallel_group.setter
-    def tensor_parallel_group(self, group: Any) -> None:
-        _replacement(type(self).__name__, group, self.tensor_parallel_size)
+    def tensor_parallel_group(self: Any, group: Any) -> None:
+        _replacement(self._get_name(), group, self.tensor_parallel_size)
         for part in self._collectives():
             part.process_group = group
 
+
+class CollectivesMixin(SharedByRanks):
+    """An op with collectives before and after it."""
+
     def _put_around(self, before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
         self.__dict__["_around"] = (tuple(before), tuple(after))  # not submodules, as they have no state
-
-    def _collectives(self) -> list[_Collective]:
-        return [part for parts in self.__dict__.get("_around", ()) for part in parts]
 
     def flat_ops(self) -> Sequence[BasicOperation]:
         before, after = self.__dict__.get("_around", ((), ()))

@@ -117,7 +117,7 @@ def _fused_class(
     ) -> tuple[torch.Tensor, list[Any]]:
         ops = self.covered_ops()
         assert forward is not None
-        y, saved, extra_outputs = _parts(_called(forward, input_, ops, {"extra_inputs": basic_op_extra_inputs}), 3)
+        y, saved, extra_outputs = _parts(call_accepting(forward, input_, *ops, optional={"extra_inputs": basic_op_extra_inputs}), 3)
         if pass_name == "joint":
             basic_op_ctxs[0].save_for_backward(*([saved] if isinstance(saved, torch.Tensor) else saved or ()))
         else:
@@ -134,7 +134,7 @@ def _fused_class(
         if pass_name == "backward":
             saved = {op: _named(context) for op, context in zip(ops, basic_op_ctxs, strict=True)}
         optional = {"saved": saved, "grad_extra_outputs": basic_op_grad_extra_outputs}
-        grad_x, of_params, of_extras = _parts(_called(backward, grad_output, ops, optional), 3)
+        grad_x, of_params, of_extras = _parts(call_accepting(backward, grad_output, *ops, optional=optional), 3)
         by_name = _by_op(of_params, ops, name, "gradients of parameters")
         params = [[(own or {}).get(param) for param, _ in op.named_parameters()] for op, own in zip(ops, by_name, strict=True)]
         extras = [
@@ -149,20 +149,6 @@ def _fused_class(
     if backward is not None:
         body["fuser_backward"] = fuser_backward
     return type(name, (FusedOperation,), body)
-
-
-class _Function:
-    """A function in the form of a bound method, of which `call_accepting` inspects `__func__`."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.__func__ = function
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.__func__(*arguments, **named)
-
-
-def _called(function: Callable[..., Any], first: Any, ops: Sequence[BasicUnit], optional: dict[str, Any]) -> Any:
-    return call_accepting(_Function(function), first, *ops, optional=optional)
 
 
 def _save(contexts: Sequence[OperationContext], ops: Sequence[BasicUnit], saved: Sequence[Any], x: torch.Tensor) -> None:

@@ -372,5 +372,5 @@ def _tell_of(error: Exception, text: str) -> None:
 def _check_directions(op: FusedUnit, pass_name: str, name: str) -> None:
     if pass_name in ("joint", "forward") and op._forward_prefix != "fuser":
         raise TypeError(f"{name}: expected {op._get_name()} with a forward, got none. Define fuser_forward, or fuser_forward_compute and fuser_forward_save_ctx.")
-    if pass_name in ("joint", "backward") and type(op).fuser_backward is Unit.fuser_backward:
+    if pass_name in ("joint", "backward") and type(op).fuser_backward is FusedUnit.fuser_backward:
         raise TypeError(f"{name}: expected {op._get_name()} with a backward, got none. Define fuser_backward.")

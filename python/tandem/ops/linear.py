@@ -13,7 +13,7 @@ from tandem import _C
 from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
 from tandem.ops.buffers import Entry
 from tandem.ops.checkpoint import rename
-from tandem.ops.collective import CollectivesMixin, _Collective, _replacement, checked_group, collectives, group_named, share
+from tandem.ops.collective import CollectivesMixin, SharedByRanks, _Collective, _replacement, checked_group, collectives, group_named, share
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.context import OperationContext
 from tandem.ops.deferred import DeferredMixin
@@ -207,7 +207,7 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
         return f"size={self.size}"
 
 
-class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
+class Linear(SharedByRanks, JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
     """y = x weight^T + bias: x [..., in_features] -> y [..., out_features], by `BasicLinear`, then `Bias`.
 
     This module owns the parameters `weight` and `bias`; it reads state dicts of TransformerEngine too. Its `basic_ops`, which fusion functions get, are
@@ -326,18 +326,6 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
 
     def _own_around(self, parts: Sequence[BasicOperation], before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
         self._own([(part, {name: name for name in part._parameter_names}) for part in (*before, *parts, *after)])
-
-    @property
-    def tensor_parallel_group(self) -> Any:
-        """The group whose ranks share the weight; None if one rank has all of it. Another group of equal size may be assigned."""
-        return next((part.process_group for part in self.basic_ops if isinstance(part, _Collective)), None)
-
-    @tensor_parallel_group.setter
-    def tensor_parallel_group(self, group: Any) -> None:
-        _replacement("Linear", group, self.tensor_parallel_size)
-        for part in self.basic_ops:
-            if isinstance(part, _Collective):
-                part.process_group = group
 
     @property
     def sequence_parallel(self) -> bool:

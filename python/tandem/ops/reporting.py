@@ -98,6 +98,7 @@ class ReportingMixin:
             with recipe_state.unchanged([owner for owner, _, _ in now.state_owners]):
                 outputs = _verified(run, x, given, self.training, masks, outcomes)
             x, _ = run.give(outputs, channels)
+        self._check_all_taken(rest)
         return _together(outcomes)
 
     def require_fusion(self: Any, names: str | Iterable[str]) -> Self:

@@ -220,13 +220,16 @@ class Sequential(ReportingMixin, torch.nn.Module):
                 results.extend(outputs[1:])
             else:
                 x = outputs
+        self._check_all_taken(extra)
+        return (x, *results) if results else x
+
+    def _check_all_taken(self, extra: tuple[torch.Tensor, ...]) -> None:
         if extra:
-            expected = sum(run.num_from_caller for run in runs if isinstance(run, OpRun))
+            expected = sum(run.num_from_caller for run in self._prepare() if isinstance(run, OpRun))
             raise ValueError(
                 f"Sequential: expected {expected} extra inputs, one per unbound extra input of its ops, got {expected + len(extra)}. Leave out "
                 "the last."
             )
-        return (x, *results) if results else x
 
     def _kwargs_by_run(self, runs: Runs, op_kwargs: Mapping[Any, Any]) -> dict[int, dict[int, Mapping[str, Any]]]:
         modules = list(self)

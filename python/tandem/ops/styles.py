@@ -47,7 +47,7 @@ def _accepted(function: Callable[..., Any]) -> frozenset[str] | None:
 
 def call_accepting(method: Callable[..., Any], *arguments: Any, optional: dict[str, Any], **required: Any) -> Any:
     """Calls a bound method with all `required` keyword arguments, and with those of the `optional` ones that it takes."""
-    accepted = _accepted(method.__func__)  # type: ignore[attr-defined]
+    accepted = _accepted(getattr(method, "__func__", method))
     if accepted is not None:
         optional = {name: value for name, value in optional.items() if name in accepted}
     return method(*arguments, **{**optional, **required})

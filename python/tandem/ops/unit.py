@@ -100,34 +100,6 @@ class Unit(torch.nn.Module):
             requires_grad: whether a gradient is required for the op, or for an earlier op of the pipeline.
         """
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor | None, ...]],
-        prev_op_grad_output_quantizer: None = None,
-        next_op_input_quantizer: None = None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        """The output, and the extra outputs of each covered op. Every list has one entry for each covered op."""
-        raise NotImplementedError(
-            f"{type(self).__qualname__}: expected a forward written in Python, got none. Define fuser_forward, or fuser_forward_compute and "
-            "fuser_forward_save_ctx."
-        )
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Iterable[torch.Tensor | None]], Iterable[Iterable[torch.Tensor | None]]]:
-        """grad_x, the gradients of the parameters of each covered op, and the gradients of its extra inputs."""
-        raise NotImplementedError(
-            f"{type(self).__qualname__}: expected a backward written in Python, got none. Define fuser_backward."
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
 
@@ -385,6 +357,17 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
 
 class FusedUnit(Unit):
     """An op that covers several basic ops."""
+
+    def fuser_forward(self, *unused: Any, **named: Any) -> Any:
+        """The output, and the extra outputs of each covered op. Subclasses define it, or its two halves."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__}: expected a forward written in Python, got none. Define fuser_forward, or fuser_forward_compute and "
+            "fuser_forward_save_ctx."
+        )
+
+    def fuser_backward(self, *unused: Any, **named: Any) -> Any:
+        """grad_x, the gradients of the parameters of each covered op, and those of its extra inputs. Subclasses define it."""
+        raise NotImplementedError(f"{type(self).__qualname__}: expected a backward written in Python, got none. Define fuser_backward.")
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The input quantizer of the first basic op."""

@@ -246,4 +246,4 @@ def quantizer_of_text(text: str, rowwise: bool = True, columnwise: bool = True, 
     return made
 
 
-torch.serialization.add_safe_globals([quantizer_of_text, (quantizer_of_text, "tandem._quantizer.quantizer_of_text")])  # older files name the module so
+torch.serialization.add_safe_globals([quantizer_of_text])

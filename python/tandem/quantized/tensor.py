@@ -445,7 +445,7 @@ def _rebuilt(
     return made.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuilt, (_rebuilt, "tandem._quantized_tensor._rebuilt")])  # older files name the module so
+torch.serialization.add_safe_globals([_rebuilt])
 
 
 def distinct(x: QuantizedTensor) -> dict[str, torch.Tensor]:

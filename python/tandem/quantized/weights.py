@@ -122,9 +122,9 @@ class weights_unchanged(_saying):
         super().__init__("unchanged")
 
 
-def in_microbatch(is_first: bool) -> _saying:
-    """The context in which weights are as `is_first_microbatch` of a module declares."""
-    return _saying("first micro-batch" if is_first else "unchanged")
+def in_microbatch(is_first: bool | None) -> contextlib.AbstractContextManager[None]:
+    """The context in which weights are as `is_first_microbatch` of a module declares; None: as around it."""
+    return contextlib.nullcontext() if is_first is None else _saying("first micro-batch" if is_first else "unchanged")
 
 
 def weights_changed() -> None:

@@ -171,11 +171,6 @@ def _choose(qfactory: _QuantizerFactory, kind: str, role: str, op: str, slot: in
             f"CustomRecipe: expected with_amax_reduction=False for the {role} of {op}, as products quantize by themselves, got True. Use a format whose "
             "scales are of blocks."
         )
-    if role == "weight" and ":sr=1" in chosen.text:
-        raise ValueError(
-            f"CustomRecipe: expected a quantizer that rounds to nearest for the weight of {op}, as its codes are kept from call to call, got "
-            "stochastic_rounding=True. Round gradients so, whose role is grad_output."
-        )
     return chosen.text
 
 
