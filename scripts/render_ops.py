@@ -1,4 +1,4 @@
-"""Renders docs/ops.md, and a page per op in docs/ops, from the definitions in the library and from calls of the ops.
+"""Renders docs/ops.md, a page per op in docs/ops, and the table of fusions in docs/guide/explain.md, from definitions in the library and calls of the ops.
 
 Usage: render_ops.py [--pages] [--check]      --pages renders only the pages of ops. With --check it writes nothing and fails if a page is outdated.
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import op_pages
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
+FUSIONS = PAGE.parent / "guide" / "explain.md"
 HEAD = """# Operations
 
 This page lists every operation. The page of an operation, behind its name, says its sizes, options, parameters, shapes, dtypes, kept values, steps and fusions.
@@ -85,9 +86,19 @@ def library_ops() -> list[dict]:
     return ops
 
 
+def fusions(text: str) -> str:
+    """The text of docs/guide/explain.md with the table of the built-in fusions, in the order in which their pass tries them."""
+    from tandem import _C
+
+    rows = [f"| {fusion.pass_name} | `{fusion.name}` | `{fusion.picture}` |" for fusion in _C.built_in_fusions()]
+    before, begin, rest = text.partition("<!-- fusions -->\n")
+    _, end, behind = rest.partition("<!-- end of fusions -->")
+    return "\n".join([before + begin + "| pass | fusion | what it replaces |", "|---|---|---|", *rows, end + behind])
+
+
 def rendered(ops: list[dict], pages_only: bool) -> dict[Path, str]:
     """The text of each file, by path."""
-    texts = {} if pages_only else {PAGE: page(ops)}
+    texts = {} if pages_only else {PAGE: page(ops), FUSIONS: fusions(FUSIONS.read_text(encoding="utf-8"))}
     return {**texts, **{PAGE.parent / "ops" / f"{op['name']}.md": op_pages.page(op, section(op)) for op in ops}}
 
 

@@ -1,7 +1,8 @@
 // The tables of the library's activations and gated units. The enum of kernels, the ops, their
-// functions in C++ and on the command line, their classes in Python, their tests and docs/ops.md
-// are generated from the rows. The formulas of a row stand in src/kernels/cpu/activation_math-inl.h
-// (vector code) and src/kernel_ops/unit/activation_reference.h (torch operations).
+// functions in C++ and on the command line, their classes in Python where tandem.ops has none,
+// their tests and docs/ops.md are generated from the rows. The formulas of a row stand in
+// src/kernels/cpu/activation_math-inl.h (vector code) and
+// src/kernel_ops/unit/activation_reference.h (torch operations).
 #pragma once
 
 /// ROW(name, formula): y = formula, element by element.

@@ -165,6 +165,12 @@ void add_sizes(const Arguments& arguments, SizesInKey which, PlanKey& key) {
 
 }  // namespace
 
+at::ScalarType autocast_dtype_of(at::DeviceType device) {
+  const bool is_on =
+      at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+  return is_on ? at::autocast::get_autocast_dtype(device) : at::ScalarType::Undefined;
+}
+
 PlanKey key_for(const Program& program, const Arguments& arguments, bool traced) {
   return key_of(arguments, c10::GradMode::is_enabled(), traced, program.description().sizes_in_key);
 }
@@ -173,11 +179,8 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced, SizesInK
   PlanKey::Call call{grad_mode, traced};
   TORCH_CHECK_VALUE(!arguments.inputs.empty(),
                     "pipeline: expected the main input, got no tensor. Pass it first.");
-  if (arguments.inputs[0].defined()) {
-    const at::DeviceType device = arguments.inputs[0].device().type();
-    if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
-      call.autocast_dtype = at::autocast::get_autocast_dtype(device);
-  }
+  if (arguments.inputs[0].defined())
+    call.autocast_dtype = autocast_dtype_of(arguments.inputs[0].device().type());
   PlanKey key(call, arguments.inputs.size());
   for (const at::TensorList list : {arguments.inputs, arguments.params})
     for (const Tensor& tensor : list) {

@@ -12,6 +12,9 @@ namespace tandem {
 /// or tracing must see the call, and it goes through the dispatcher op.
 TANDEM_API bool is_direct(const Arguments& arguments);
 
+/// Autocast's dtype for this type of device in this thread; Undefined outside of autocast.
+at::ScalarType autocast_dtype_of(at::DeviceType device);
+
 /// The key of a call, for `Program::plan_for`. `sizes`: which sizes the description needs; they are
 /// added only if gradients are recorded.
 PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced,

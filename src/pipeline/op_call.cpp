@@ -1,6 +1,5 @@
 #include "pipeline/op_call.h"
 
-#include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
@@ -96,11 +95,8 @@ OpResults op_forward(const std::string& description, at::TensorList inputs, at::
                             .params = params,
                             .workspaces = {},
                             .quantized = quantized_among(inputs, params)};
-  PlanKey::Call call{.grad_mode = true};
-  if (const at::DeviceType device = inputs[0].device().type();
-      at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
-    call.autocast_dtype = at::autocast::get_autocast_dtype(device);
-  PlanKey key(call, inputs.size());
+  PlanKey key({.grad_mode = true, .autocast_dtype = autocast_dtype_of(inputs[0].device().type())},
+              inputs.size());
   for (const at::Tensor& tensor : inputs) key.add(traits_of(tensor, true));
   add_params(key, arguments, std::vector<bool>(params.size(), true), traits_of(inputs[0], true));
   const auto program = program_of(description);
@@ -195,10 +191,9 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
 std::vector<WorkspaceSpec> workspace_specs(const std::string& description,
                                            const std::vector<PlanKey::TensorTraits>& inputs,
                                            at::TensorList params) {
-  PlanKey::Call call{.grad_mode = c10::GradMode::is_enabled(), .traced = true};
-  if (const at::DeviceType device = inputs[0].device.type();
-      at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
-    call.autocast_dtype = at::autocast::get_autocast_dtype(device);
+  const PlanKey::Call call{.grad_mode = c10::GradMode::is_enabled(),
+                           .traced = true,
+                           .autocast_dtype = autocast_dtype_of(inputs[0].device.type())};
   PlanKey key(call, inputs.size());
   for (const PlanKey::TensorTraits& traits : inputs) key.add(traits);
   for (const at::Tensor& param : params) key.add(param, call.grad_mode);

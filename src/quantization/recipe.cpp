@@ -67,7 +67,7 @@ class Choices {
         chosen == nullptr || slot.role != Role::weight || given_to(*chosen) != Given::seed,
         "CustomRecipe: expected a quantizer that rounds to nearest for the weight of ",
         slot.op.empty() ? slot.kind : slot.op, ", as its codes are kept from call to call, got \"",
-        text, "\". Round gradients by chance, whose role is grad_output.");
+        text, "\". Round gradients so, whose role is grad_output.");
     const std::lock_guard<std::mutex> lock(mutex_);
     return choice->made.try_emplace(key, chosen).first->second;
   }

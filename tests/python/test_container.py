@@ -215,8 +215,9 @@ def test_extra_inputs_go_to_the_pipelines_that_take_them():
     x, a, b = torch.randn(3, 4).unbind()
     y, extra = box(x, a, b)
     assert torch.equal(extra, (x + a).relu()) and torch.equal(y, extra + b)
-    with pytest.raises(ValueError, match="Sequential: expected 2 extra inputs, .* got 3. Leave out the last."):
-        box(x, a, b, b)
+    for call in (box, box.verify):
+        with pytest.raises(ValueError, match="Sequential: expected 2 extra inputs, .* got 3. Leave out the last."):
+            call(x, a, b, b)
     with pytest.raises(ValueError, match=r"pipeline: expected 1 extra inputs, .* got 0. Pass them after the input, in order, for op 1 \(AddExtraInput\)"):
         box(x, a)
 

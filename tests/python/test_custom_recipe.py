@@ -289,7 +289,7 @@ def test_what_products_would_not_do_is_refused():
         (
             lambda role: tandem.NVFP4Quantizer(stochastic_rounding=True),
             ValueError,
-            "CustomRecipe: expected a quantizer that rounds to nearest for the weight of 0.basic_linear, .* got stochastic_rounding=True",
+            "CustomRecipe: expected a quantizer that rounds to nearest for the weight of 0.basic_linear, .* got \"nvfp4:sr=1\"",
         ),
     ]
     for qfactory, kind, text in refused:

@@ -39,9 +39,6 @@ def test_cpp_block_stands_in_an_example(page, code):
 
 
 def test_tables_are_what_the_library_tells():
-    script = [sys.executable, ROOT / "scripts" / "render_docs.py", "--check"]
-    result = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
     page = (ROOT / "docs" / "guide" / "explain.md").read_text()
     for fusion in tandem._C.built_in_fusions():
         assert f"| {fusion.pass_name} | `{fusion.name}` | `{fusion.picture}` |" in page

@@ -124,6 +124,8 @@ def test_a_list_that_was_broken_is_refused(tree):
 
 def test_another_page_than_the_definitions_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(render_ops, "PAGE", tmp_path / "ops.md")
+    monkeypatch.setattr(render_ops, "FUSIONS", tmp_path / "explain.md")
+    (tmp_path / "explain.md").write_text("before\n<!-- fusions -->\n<!-- end of fusions -->\nbehind\n")
     assert render_ops.main(check=False) == 0 and render_ops.main(check=True) == 0
     (tmp_path / "ops.md").write_text("# Ops\n")
     assert render_ops.main(check=True) == 1
