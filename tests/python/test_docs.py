@@ -1,7 +1,6 @@
 """Every Python block of the pages at the top and in docs/ runs; every C++ block stands word for word in an example that the tests build and run."""
 
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path

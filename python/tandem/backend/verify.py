@@ -51,7 +51,7 @@ class Reference:
             beside: the values of the nodes `self.beside`.
         """
         # Contexts of the caller, such as a checkpoint that counts saved tensors, must not see this run, nor may it change their random numbers.
-        with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, lambda tensor: tensor):
+        with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given}
             copies |= {id(tensor): tensor for tensor in weights if id(tensor) in copies}  # a weight that is an operand too has one gradient
             operands = [copies[id(tensor)] for tensor in given]
@@ -60,7 +60,7 @@ class Reference:
             results = call(*operands)
             results = results if isinstance(results, tuple) else (results,)
             own = (*[operand.clone() for operand in operands], *weights)  # clones are no leaves, so the graph may write to them
-            with torch.autograd.graph.saved_tensors_hooks(partial(self._keep, {id(tensor) for tensor in own}), _same):
+            with torch.autograd.graph.saved_tensors_hooks(partial(self._keep, {id(tensor) for tensor in own}), lambda tensor: tensor):
                 expected = self.graph(*own, *beside)
             for at, (result, wanted) in enumerate(zip(results, expected, strict=True)):
                 self._check(f"result {at}", result, wanted)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from tandem.ops.arguments import Fixed, Of, at_default, drawing, flag, positive
 from tandem.ops.collective import _Collective, _replacement, share
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.joined import JoinedMixin
-from tandem.ops.linear import BasicLinear, Bias
+from tandem.ops.linear import BasicLinear
 from tandem.ops.norm import LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation
 from tandem.ops.run import NO_EXTRAS

@@ -18,7 +18,6 @@ from tandem.ops.arguments import flag
 from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
 from tandem.ops.channels import ChannelsMixin
 from tandem.ops.checkpoint import warn_about_extra_state
-from tandem.ops.context import OperationContext
 from tandem.ops.directions import DirectionsMixin
 from tandem.ops.quantizers import check_mode, quantizer_of
 from tandem.ops.signature import signature_of

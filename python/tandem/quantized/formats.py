@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem.ops.arguments import at_default, check_amax_group
-from tandem.quantized.quantizer import Quantizer, quantizer_of_text
+from tandem.quantized.quantizer import Quantizer
 from tandem.quantized.tensor import QuantizedTensor
 from tandem.quantized.views import ZEROS, Zeros, rows_of
 
