@@ -69,7 +69,7 @@ def test_regions_end_behind_an_error(x):
     """Code of Dynamo alone leaves torch's count of regions as it is, and with it a cache of cast weights that no step of an optimizer reaches."""
 
     def read(x, row):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.float16, cache_enabled=False):
             return product(x)[:, row]
 
     product, own = nn.Linear(HIDDEN, HIDDEN), tandem.compile(read)
@@ -78,3 +78,4 @@ def test_regions_end_behind_an_error(x):
         own(x, torch.tensor([5]))
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16 and torch.is_autocast_cache_enabled()

@@ -56,3 +56,27 @@ def test_a_hook_of_a_value_without_other_readers(fresh_dynamo):
     gradients = [torch.autograd.grad(call(x).sum(), model.a.weight)[0] for call in (model, tandem.compile(model))]
     assert_close(*gradients)
     assert "2 of 2 products in 2 pipelines" in tandem.explain(model)
+
+
+def test_values_that_code_behind_a_graph_break_hooks(fresh_dynamo):
+    """Dynamo breaks the graph at `retain_grad` and at hooks with effects: the value is a result of the graph before, which also reads it."""
+
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.a, self.b, self.seen = nn.RMSNorm(8), nn.Linear(8, 8), nn.Linear(8, 8), []
+
+        def forward(self, x):
+            r = x + self.a(self.norm(x))
+            y = r + self.b(self.norm(r))
+            r.retain_grad()
+            r.register_hook(lambda gradient: self.seen.append(gradient.abs().sum().item()))
+            self.r = r
+            return y
+
+    model, x = Kept(), torch.randn(4, 8)
+    for call in (model, tandem.compile(model)):
+        call(x).sum().backward()
+        assert_close(model.r.grad.abs().sum().item(), model.seen[-1])
+    assert len(model.seen) == 2
+    assert_close(*model.seen)

@@ -413,5 +413,30 @@ def test_errors_of_fields():
         functional.grouped_linear_forward(functional.GroupedLinearArgs(inp=x, m_splits=[1.5, 2], weights=[weight, weight]))
     with pytest.raises(TypeError, match=r"GroupedLinearArgs: expected weights\[1\] to be a tensor, got NoneType"):
         functional.grouped_linear_forward(functional.GroupedLinearArgs(inp=x, m_splits=[2, 2], weights=[weight, None]))
-    with pytest.raises(ValueError, match="GroupedLinearArgs: expected weights to be one matrix for each group, got none"):
+    with pytest.raises(ValueError, match="GroupedLinearArgs: expected weights to be a list of one matrix for each group, got none"):
         functional.grouped_linear_forward(functional.GroupedLinearArgs(inp=x, m_splits=[], weights=[]))
+    for wrong in ([weight[0]] * 3, weight[0]):
+        with pytest.raises(ValueError, match="GroupedLinearArgs: expected biases to be a list of one vector for each of 2 groups, or None, got (3|Tensor)"):
+            functional.forward(functional.GroupedLinearArgs(inp=x, m_splits=[2, 2], weights=[weight] * 2, biases=wrong))
+    with pytest.raises(TypeError, match="LinearArgs: expected main_grads to be tensors by the names of fields, got list. Pass a dict"):
+        functional.forward(functional.LinearArgs(**of_linear, main_grads=[weight]))
+    with pytest.raises(TypeError, match="LinearArgs: expected needs_grad to be names of fields, got the text 'weight'. Pass a list of names"):
+        functional.forward(functional.LinearArgs(**of_linear, needs_grad="weight"))
+
+
+def test_options_of_other_types_are_not_those_of_earlier_calls():
+    fields_ = {"inp": torch.randn(4, 8), "weight": torch.randn(6, 8), "layer_norm_weight": torch.ones(8), "normalization": "RMSNorm"}
+
+    def y(**options):
+        return functional.forward(functional.LayerNormLinearArgs(**fields_, **options)).y
+
+    for eps in (1e-5, 1.0):
+        expected = torch.nn.functional.rms_norm(fields_["inp"], (8,), eps=eps) @ fields_["weight"].t()
+        assert_close(y(eps=eps), expected)
+        for wrong in (torch.tensor(eps), [eps]):
+            try:
+                assert_close(y(eps=wrong), expected)
+            except (TypeError, ValueError):
+                pass
+    with pytest.raises(ValueError, match="expected eps"):
+        y(eps=True)

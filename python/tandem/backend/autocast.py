@@ -30,11 +30,16 @@ def note_autocast(graph: GraphModule, on: str, is_on: bool) -> None:
 @contextlib.contextmanager
 def ends_autocast() -> Iterator[None]:
     """Ends regions of torch.autocast that the body leaves open: in a graph a call ends them, which an error or the early end of a recompute skips."""
-    first = torch.autocast_increment_nesting()
+    first, is_cached = torch.autocast_increment_nesting(), torch.is_autocast_cache_enabled()
     torch.autocast_decrement_nesting()
+    modes = [(of, torch.get_autocast_dtype(of), torch.is_autocast_enabled(of)) for of in ("cpu", "cuda")]
     try:
         yield
     finally:
         for _left in range(first, torch.autocast_increment_nesting() + 1):  # also the one that counts
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(is_cached)
+        for of, dtype, is_on in modes:
+            torch.set_autocast_dtype(of, dtype)
+            torch.set_autocast_enabled(of, is_on)

@@ -10,16 +10,12 @@ from torch import SymInt, Tensor, contiguous_format, enable_grad
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from tandem.backend.normalise import Term, Terms, value_of
+from tandem.backend.normalise import Term, Terms, ends_in_a_break, value_of
 
 
 def prepare_losses(graph: GraphModule, kept: Collection[Node]) -> Terms:
-    """The terms of the graph, after row slices of logits have moved from the product's result to its x.
-
-    Args:
-        graph: a graph from Dynamo, which is changed.
-        kept: results of the graph that stay. Any other result becomes None if it is logits whose cross entropy the graph computes.
-    """
+    """The terms of the graph, after row slices of logits have moved from the product's result to its x. Results of the graph that are logits whose cross
+    entropy it computes become None, unless they are in `kept`."""
     terms = Terms(graph)
     losses = [term for node in graph.graph.nodes if (term := terms.of(node)) is not None and term.kind == "cross_entropy"]
     heads = {source for term in losses if (source := _source(term.inputs[0], terms)) is not None}
@@ -30,13 +26,8 @@ def prepare_losses(graph: GraphModule, kept: Collection[Node]) -> Terms:
 
 
 def kept_results(graph: GraphModule, caller: Node | None, returns_logits: bool) -> Collection[Node]:
-    """The results of a graph that must stay, even if they are logits.
-
-    Args:
-        graph: a graph from Dynamo.
-        caller: the node that calls the graph, if it is a checkpointed part of another one; else None.
-        returns_logits: the option `logits`.
-    """
+    """The results of a graph that must stay, even if they are logits. `caller`: the node that calls the graph, if it is a checkpointed part of another one;
+    `returns_logits`: the option `logits`."""
     (output,) = [node for node in graph.graph.nodes if node.op == "output"]
     results = output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args
     if returns_logits:
@@ -45,8 +36,7 @@ def kept_results(graph: GraphModule, caller: Node | None, returns_logits: bool) 
         if not all(user.target is operator.getitem for user in caller.users):
             return results
         return [results[item.args[1]] for item in caller.users if item.users]
-    reason = getattr(graph, "compile_subgraph_reason", None)  # Dynamo sets this attribute
-    return results if reason is not None and reason.graph_break else ()  # code after a graph break may read any result
+    return results if ends_in_a_break(graph) else ()
 
 
 def _source(node: Any, terms: Terms) -> Node | None:

@@ -150,8 +150,9 @@ def changes_state(node: Node) -> bool:
     return writes(node) or is_call_of_state or (value_of(node) is None and name != "_log_api_usage_once")
 
 
-def _is_hook(node: Node) -> bool:
-    return (node.target if node.op == "call_method" else getattr(node.target, "__name__", "")) in ("register_hook", "retain_grad")
+def ends_in_a_break(graph: GraphModule) -> bool:
+    """Whether code that Dynamo does not trace reads the results of a graph."""
+    return getattr(getattr(graph, "compile_subgraph_reason", None), "graph_break", False)  # an attribute that Dynamo sets
 
 
 def memory_of(node: Any) -> int | None:
@@ -208,8 +209,10 @@ class Terms:
         # If no other node uses the memory of the operand, a write to it is equivalent to a new result.
         unseen = {node for node, operands in written.items() if len(operands) == 1 and (operand := operands[0]).op != "placeholder" and holders[memory_of(operand)] == [operand, node] and len(operand.users) == 1}
         self.written_for_others = {memory_of(operand) for node, operands in written.items() if node not in unseen for operand in operands} - {None}
-        # Hooks see gradients of all readers, also of those ahead of them in the graph: all must read the tensor from outside of their pipelines.
-        self.hooked = {memory_of(node.args[0]) for node in graph.graph.nodes if _is_hook(node)} - {None}
+        # Hooks see gradients of all readers, also of those ahead of them in the graph: all must read the tensor from outside of their pipelines. Code behind a
+        # graph break may register hooks on results.
+        self.hooked = {memory_of(node.args[0]) for node in graph.graph.nodes if getattr(node.target, "__name__", node.target) in ("register_hook", "retain_grad")} - {None}
+        self.shown = {memory_of(node) for node in graph.graph.find_nodes(op="output")[0].all_input_nodes if ends_in_a_break(graph)} - {None}
         self.with_gradient = _with_gradient(graph)
         stretch, self.stretch = 0, {}  # nodes with the same number have none between them that changes state
         for node in graph.graph.nodes:  # in order, so that inputs are known

@@ -61,7 +61,7 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
             if region is None or region.last.is_written or region.last.outs != (way.x,) or region.stretch != terms.stretch[node]:
                 continue
             own, others = _products(way), _products(*region.found)
-            is_hooked = any(read in region.made() and memory_of(read) in terms.hooked for read in way.reads())
+            is_hooked = any(read in region.made() and memory_of(read) in terms.hooked | terms.shown for read in way.reads())
             if is_hooked or own and others and (own != others or recipe != region.recipe):  # only one of the two kinds of products follows autocast
                 continue
             inside = region.made() - {weight.node for op in way.ops for _, weight in op.weights}  # a pipeline takes weights from outside only

@@ -187,8 +187,12 @@ class GroupedLinearArgs(_Args):
     _splits: tuple[Sequence[int], torch.Tensor] | None = field(default=None, init=False, repr=False, compare=False)  # as forward read them
 
     def _module(self) -> Unit:
-        if not self.weights:
-            raise ValueError("GroupedLinearArgs: expected weights to be one matrix for each group, got none. Pass them.")
+        if not isinstance(self.weights, (list, tuple)) or not self.weights:
+            got = "none" if isinstance(self.weights, (list, tuple)) else type(self.weights).__name__
+            raise ValueError(f"GroupedLinearArgs: expected weights to be a list of one matrix for each group, got {got}. Pass them.")
+        if self.biases is not None and (not isinstance(self.biases, (list, tuple)) or len(self.biases) != len(self.weights)):
+            got = str(len(self.biases)) if isinstance(self.biases, (list, tuple)) else type(self.biases).__name__
+            raise ValueError(f"GroupedLinearArgs: expected biases to be a list of one vector for each of {len(self.weights)} groups, or None, got {got}. Pass all.")
         return GroupedLinear(len(self.weights), 1, 1, bias=self.biases is not None, device="meta")
 
     def _extra_inputs(self) -> list[torch.Tensor]:
@@ -258,8 +262,8 @@ _MOST_KNOWN = 64  # arguments with process groups may have new options for ever
 
 def _ops_of(args: _Args) -> _Ops:
     """The ops of a module with the options of the arguments, which is built once, without memory."""
-    own = [each.name for each in fields(args) if each.name not in _Args.__dataclass_fields__]
-    key = (type(args), *map(_trait, [getattr(args, name) for name in own]), *sorted(args.main_grads), args.overwrite_main_grad)
+    own = [each for each in fields(args) if each.name not in _Args.__dataclass_fields__]
+    key = (type(args), *[_trait(getattr(args, each.name), "Tensor" in str(each.type)) for each in own], *sorted(args.main_grads), args.overwrite_main_grad)
     if (found := _known.get(key)) is not None:
         return found
     with quantized_model_init(enabled=False):
@@ -285,13 +289,15 @@ def _ops_of(args: _Args) -> _Ops:
     return made
 
 
-def _trait(value: Any) -> Any:
-    """What ops depend on of a field's value: of a tensor whether there is one, of a list its length."""
-    if isinstance(value, (list, tuple)):
-        return len(value)
+def _trait(value: Any, is_operand: bool) -> Any:
+    """What ops depend on of a field's value: of an operand whether there is one, of a list of them their number."""
+    if is_operand:
+        return len(value) if isinstance(value, (list, tuple)) else value is not None
     if isinstance(value, torch.distributed.ProcessGroup):  # a reference would keep it after its end
         return value.group_name, value.size()
-    return repr(value) if isinstance(value, Mapping) else isinstance(value, torch.Tensor) or value
+    if isinstance(value, Mapping):
+        return tuple([(name, _trait(each, False)) for name, each in value.items()])
+    return type(value), value if isinstance(value, (bool, int, float, str, type(None))) else object()  # the module refuses the others, each time
 
 
 def _field(place: Place) -> Field:
@@ -308,6 +314,10 @@ class _Call:
     def __init__(self, args: _Args) -> None:
         name = type(args).__name__
         check_recipe(name, args.recipe)
+        if not isinstance(args.main_grads, Mapping):
+            raise TypeError(f"{name}: expected main_grads to be tensors by the names of fields, got {type(args.main_grads).__name__}. Pass a dict.")
+        if isinstance(args.needs_grad, str):
+            raise TypeError(f"{name}: expected needs_grad to be names of fields, got the text {args.needs_grad!r}. Pass a list of names.")
         ops = _ops_of(args)
         inputs, params = [_tensor(args, ("inp", -1)), *args._extra_inputs()], [_tensor(args, each) for each in ops.params]
         self.outputs = ops.outputs
