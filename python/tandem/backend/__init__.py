@@ -41,7 +41,9 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
     reports = [_replace(part, caller, chosen) for caller, part in (*checkpointed(graph), (None, graph))]
     recompute.put(graph)
     warn_of_high_precision(reports, chosen, inputs, options or {})
-    return noting(ends_autocast()(runner(graph, chosen.rest)), graph, reports, chosen)
+    run, targets = runner(graph, chosen.rest), {node.target for part in graph.modules() if isinstance(part, GraphModule) for node in part.graph.nodes}
+    run = ends_autocast()(run) if torch.amp._enter_autocast in targets else run
+    return noting(run, graph, reports, chosen)
 
 
 def _replace(graph: GraphModule, caller: Node | None, options: Options) -> Report:
