@@ -200,7 +200,12 @@ CASES = {
 def test_ways_of_writing(case, dtype):
     model, given, named, expected = CASES[case]
     torch.manual_seed(0)
-    model = copy.deepcopy(model).apply(lambda each: each.reset_parameters() if isinstance(each, nn.Linear) else None)  # whatever drew before
+    model = copy.deepcopy(model)
+    for each in model.modules():  # of this seed, whatever drew before
+        if isinstance(each, nn.Linear):
+            each.reset_parameters()
+        elif isinstance(each, LlamaNorm):
+            nn.init.uniform_(each.weight, 0.5, 1.5)
     x = torch.randn(2, LENGTH, HIDDEN).to(dtype)
     in_float32 = model.turn is turned_in_float32
     given = [each if in_float32 else each.to(dtype) for each in given]
