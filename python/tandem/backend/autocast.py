@@ -36,7 +36,7 @@ def ends_autocast() -> Iterator[None]:
     try:
         yield
     finally:
-        for _left in range(first, torch.autocast_increment_nesting() + 1):  # also the one that counts
+        for _left in range(first, torch.autocast_increment_nesting() + 1):  # reading the count has added one more
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(is_cached)

@@ -97,7 +97,7 @@ class _Again(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         _C.exit_autocast(self)
-        self._autocast.__exit__(None, None, None)  # torch stops a recompute when it has all that backward reads
+        self._autocast.__exit__(None, None, None)  # torch stops a recompute early, when backward has all that it reads
         _here.made_before = self._outer
 
 

@@ -36,7 +36,7 @@ class Fixed:
 
 
 class Of:
-    """An attribute that is one of a part: `owner.part.name`."""
+    """An attribute of a module that reads and sets the attribute `name`, by default its own name, of the module's part `part`."""
 
     def __init__(self, part: str, doc: str, name: str = "") -> None:
         self.part, self.__doc__, self.name = part, doc, name
