@@ -74,14 +74,15 @@ class Decoder(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """A decoder of many classes that returns its loss."""
+    """A decoder that returns its loss, and beside it the logits where transformers' models do."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int, returns_logits: bool) -> None:
         super().__init__()
-        self.decoder = Decoder(CLASSES)
+        self.decoder, self.returns_logits = Decoder(vocabulary), returns_logits
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.decoder(ids).float().view(-1, CLASSES), ids.view(-1))
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = self.decoder(ids)
+        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.view(-1)), logits if self.returns_logits else None
 
 
 def policy() -> nn.Module:
@@ -231,9 +232,10 @@ def run() -> str:
     lines = ["backend: unchanged models, forward + backward"]
     dtypes = (torch.float32, torch.bfloat16)[: 1 + has_bfloat16()]
     for dtype in dtypes:
-        model = Decoder().to(dtype)
-        lines.append(compared(f"decoder, 4 layers, {str(dtype).removeprefix('torch.')}", model, ids, lambda y: F.cross_entropy(y.float().view(-1, VOCABULARY), ids.view(-1)), 1))
-    lines.append(compared(f"with its loss, {CLASSES} classes", WithLoss(), ids, lambda y: y, 1))
+        for returns_logits in (True, False):
+            name = f"decoder, {str(dtype).removeprefix('torch.')}, {'loss, logits' if returns_logits else 'loss'}"
+            lines.append(compared(name, WithLoss(VOCABULARY, returns_logits).to(dtype), ids, lambda y: y[0], 1))
+    lines.append(compared(f"decoder, {CLASSES} classes, loss", WithLoss(CLASSES, False), ids, lambda y: y[0], 1))
     lines.append(compared("policy network, 64 rows", policy(), torch.randn(64, 8), lambda y: y.square().mean(), 20))
     lines += [mixtures(dtype) for dtype in dtypes]
     lines += [joined(dtype, widths) for dtype in dtypes for widths in ((HIDDEN, HIDDEN, HIDDEN), (INNER, INNER))]

@@ -30,6 +30,7 @@ def sample(op: dict, dtype=None):
     special = {
         "basic_linear": lambda: made(WIDTH, OUT, **given),
         "grouped_linear": lambda: made(GROUPS, WIDTH, OUT, **given),
+        "cross_entropy": lambda: made(),
         "linear_cross_entropy": lambda: made(WIDTH, OUT, **given),
         "linear_cross_entropy_with_predictions": lambda: made(WIDTH, OUT, **given),
         "rotary": lambda: made(9, 4, num_kv_heads=1),

@@ -81,7 +81,7 @@ struct GroupedLinearOptions {
   /// y, or the gradient of x, is written into a tensor of the caller.
   bool writes_output = false, writes_grad_input = false;
 };
-/// Options of linear_cross_entropy.
+/// Options of linear_cross_entropy and, but for the bias, of cross_entropy.
 struct LinearCrossEntropyOptions {
   enum class Reduction : uint8_t { mean, sum, none };
   bool bias = false, class_weight = false;
@@ -98,7 +98,7 @@ struct LinearCrossEntropyOptions {
   /// torch.distributed; its size; the rank of this process. num_classes then counts this rank's
   /// classes, targets count all classes, and backward gives this rank's part of the gradient of x,
   /// which reduce_gradient sums.
-  std::string group;
+  std::string group = {};
   int64_t group_size = 1, rank = 0;
 };
 /// Options of rotary, whose x holds (num_heads + 2 num_kv_heads) heads: queries, keys and values.

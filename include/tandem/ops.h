@@ -207,6 +207,15 @@ TANDEM_API Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
 /// Dtypes:  as linear_cross_entropy; predictions int64.
 TANDEM_API Op linear_cross_entropy_with_predictions(int64_t in_features, int64_t num_classes,
                                                     const LinearCrossEntropyOptions& options = {});
+/// y = mean of cross_entropy(x, targets): the loss of logits, with the extra input `targets`.
+/// Forward computes the gradient of x too, in one pass over the logits. Parameter "class_weight" as
+/// in linear_cross_entropy.
+///
+/// Shapes:  x [..., num_classes], targets [...] -> y [], with Reduction::none [...].
+/// Dtypes:  targets int64; y float32, float64 where x is.
+/// Throws:  c10::ValueError where num_classes is not positive, for a bias, and for a value that an
+///          option's check refuses.
+TANDEM_API Op cross_entropy(int64_t num_classes, const LinearCrossEntropyOptions& options = {});
 
 /// y = x * (1 + scale) + shift, rounded once, with the extra inputs scale and shift: [batch, 1,
 /// hidden] for adaptive norms, [hidden] for the scale of a layer.

@@ -97,7 +97,7 @@ class TANDEM_API Signature {
  public:
   Signature() = default;
   template <typename T>
-  Signature(T defaults, std::initializer_list<Option<std::type_identity_t<T>>> options)
+  Signature(T defaults, const std::vector<Option<std::type_identity_t<T>>>& options)
       : type_(&typeid(T)), make_([defaults] { return std::make_shared<T>(defaults); }) {
     for (const Option<T>& option : options)
       options_.push_back(

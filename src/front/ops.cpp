@@ -347,18 +347,20 @@ Op grouped_linear(int64_t in_features, int64_t out_features, const GroupedLinear
 
 namespace {
 
-Op loss(const std::string& name, int64_t in_features, int64_t num_classes,
+/// A loss with the sizes of its definition, of which the number of classes is the last one.
+Op loss(const std::string& name, const std::vector<std::pair<std::string, int64_t>>& given,
         const LinearCrossEntropyOptions& options) {
   const OpDef& def = op_def(name);
   Op made{name, {}, {}};
   BasicOp& basic = made.basic_ops.emplace_back(
       BasicOp{name, option_values(name, typeid(LinearCrossEntropyOptions), &options)});
   check_options(def, basic.options);
-  const auto sizes =
-      checked_sizes(def, {{"in_features", in_features}, {"num_classes", num_classes}});
-  made.parameters.push_back({"weight", {sizes[1], sizes[0]}, init::kaiming_uniform()});
-  if (options.bias) made.parameters.push_back({"bias", {sizes[1]}, init::zeros()});
-  if (options.class_weight) made.parameters.push_back({"class_weight", {sizes[1]}, init::ones()});
+  const auto sizes = checked_sizes(def, given);
+  const int64_t classes = sizes.back();
+  if (sizes.size() == 2)
+    made.parameters.push_back({"weight", {classes, sizes[0]}, init::kaiming_uniform()});
+  if (options.bias) made.parameters.push_back({"bias", {classes}, init::zeros()});
+  if (options.class_weight) made.parameters.push_back({"class_weight", {classes}, init::ones()});
   for (size_t place = 0; place < made.parameters.size(); ++place) basic.parameters.push_back(place);
   return made;
 }
@@ -371,14 +373,24 @@ void check_layer_norm(const NormOptions& options) {
 
 }  // namespace
 
+Op cross_entropy(int64_t num_classes, const LinearCrossEntropyOptions& options) {
+  TORCH_CHECK_VALUE(
+      !options.bias,
+      "cross_entropy: expected bias to be false, as x holds the logits, got true. Use "
+      "linear_cross_entropy, or add the bias before.");
+  return loss("cross_entropy", {{"num_classes", num_classes}}, options);
+}
+
 Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
                         const LinearCrossEntropyOptions& options) {
-  return loss("linear_cross_entropy", in_features, num_classes, options);
+  return loss("linear_cross_entropy", {{"in_features", in_features}, {"num_classes", num_classes}},
+              options);
 }
 
 Op linear_cross_entropy_with_predictions(int64_t in_features, int64_t num_classes,
                                          const LinearCrossEntropyOptions& options) {
-  return loss("linear_cross_entropy_with_predictions", in_features, num_classes, options);
+  return loss("linear_cross_entropy_with_predictions",
+              {{"in_features", in_features}, {"num_classes", num_classes}}, options);
 }
 
 Op modulate(const ModulateOptions& options) { return op("modulate", {}, options); }

@@ -28,14 +28,16 @@ std::optional<at::Tensor> only(const Call& call, size_t list) {
   return range.count == 0 ? std::nullopt : std::optional(call.in(range.first));
 }
 
-Loss::Args loss_arguments(const Call& call, size_t x, size_t weight, size_t targets,
-                          std::array<bool, 6> wanted) {
+/// The arguments of the kernel op. The reads from `x` on are x, targets and, if the op has one, the
+/// weight; the last lists of reads are biases, if the op has a weight, and class weights.
+template <bool kHasWeight>
+Loss::Args loss_arguments(const Call& call, size_t x, std::array<bool, 6> wanted) {
   const auto& options = call.options<LossOptions>();
   return {.x = call.in(x),
-          .weight = call.in(weight),
-          .targets = call.in(targets),
-          .bias = only(call, 0),
-          .class_weight = only(call, 1),
+          .weight = kHasWeight ? std::optional(call.in(x + 2)) : std::nullopt,
+          .targets = call.in(x + 1),
+          .bias = kHasWeight ? only(call, 0) : std::nullopt,
+          .class_weight = only(call, kHasWeight ? 1 : 0),
           .reduction = kReductions[static_cast<size_t>(options.reduction)],
           .ignore_index = options.ignore_index,
           .label_smoothing = options.label_smoothing,
@@ -48,19 +50,33 @@ Loss::Args loss_arguments(const Call& call, size_t x, size_t weight, size_t targ
 }
 
 void loss_forward(Call& call) {
-  enum Read { x, targets, weight };
-  call.write<Loss>(loss_arguments(call, x, weight, targets, call.output_mask<6>()));
+  call.write<Loss>(loss_arguments<true>(call, 0, call.output_mask<6>()));
+}
+void loss_of_logits_forward(Call& call) {
+  const auto [y, denominator, grad_x] = call.output_mask<3>();
+  call.write<Loss>(loss_arguments<false>(call, 0, {y, denominator, grad_x, false, false, false}));
 }
 
-/// With a mean or a sum, each gradient is the gradient that forward computed times one factor.
+/// Each gradient is the gradient that forward computed times one factor, or times one for each row
+/// of logits.
 void loss_backward(Call& call) {
   enum Read { grad_y, denominator, unit };
   at::Tensor factor = call.in(grad_y);
-  if (call.options<LossOptions>().reduction == LossOptions::Reduction::mean) {
-    const at::Tensor& over = call.in(denominator);
-    factor = (factor / over).masked_fill(over == 0, 0);
-  }
   const at::Tensor& gradient = call.in(unit);
+  switch (call.options<LossOptions>().reduction) {
+    case LossOptions::Reduction::mean: {
+      const at::Tensor& over = call.in(denominator);
+      factor = (factor / over).masked_fill(over == 0, 0);
+      break;
+    }
+    case LossOptions::Reduction::sum:
+      break;
+    case LossOptions::Reduction::none: {
+      c10::SymDimVector by_row(gradient.sym_sizes().begin(), gradient.sym_sizes().end());
+      by_row.back() = 1;
+      factor = factor.reshape_symint(by_row);
+    }
+  }
   const at::ScalarType dtype = call.out_type(0).dtype;
   if (call.path() != Path::direct || gradient.scalar_type() != dtype)
     return call.out(0, (gradient * factor).to(dtype));
@@ -73,16 +89,15 @@ void loss_backward(Call& call) {
   call.out(0, std::move(scaled));
 }
 
-/// With a loss for each row, the losses have different gradients, so that the logits are
-/// recomputed.
+/// With a loss for each row, the gradient of the weight is no multiple of one that forward could
+/// compute, so that the logits are recomputed.
 void loss_backward_by_row(Call& call) {
-  enum Read { grad_y, x, targets, weight };
-  enum Write { grad_x, grad_weight, grad_bias };
+  enum Read { grad_y, x };
+  enum Write { grad_x, grad_weight };
   const ListRange& biases = call.write_list(0);
   const bool wants_bias = biases.count != 0 && call.wants(biases.first);
-  Loss::Args args = loss_arguments(
-      call, x, weight, targets,
-      {false, false, call.wants(grad_x), call.wants(grad_weight), wants_bias, false});
+  Loss::Args args = loss_arguments<true>(
+      call, x, {false, false, call.wants(grad_x), call.wants(grad_weight), wants_bias, false});
   args.factors = call.in(grad_y);
   auto results = call.run<Loss>(args);
   if (call.wants(grad_x)) call.out(grad_x, std::move(results[Loss::grad_x]));
@@ -102,32 +117,35 @@ size_t loss_lists(const void* options, std::string_view operand) {
   return (operand == "bias[]" ? of.bias : of.class_weight) ? 1 : 0;
 }
 
+Signature loss_signature(std::vector<Option<LossOptions>> options) {
+  const std::vector<Option<LossOptions>> of_all = {
+      {"class_weight", &LossOptions::class_weight,
+       "the losses of a class are multiplied by its number among class_weight"},
+      {"reduction", &LossOptions::reduction, one_of({"mean", "sum", "none"}),
+       "what becomes of the losses of rows; the mean is over what they weigh"},
+      {"ignore_index", &LossOptions::ignore_index, between(-2147483648.0, 2147483647.0),
+       "rows with this target have loss 0 and no gradient"},
+      {"label_smoothing", &LossOptions::label_smoothing, between(0, 1),
+       "the share of a target that is spread over all classes"},
+      {"soft_cap", &LossOptions::soft_cap, at_least(0),
+       "logits become soft_cap tanh(logits / soft_cap); 0: they stay"},
+      {"z_loss", &LossOptions::z_loss, at_least(0),
+       "the factor of logsumexp(logits)^2 in the loss of a row"},
+      {"group", &LossOptions::group,
+       "the process group whose ranks share the classes, as torch.distributed names it"},
+      {"group_size", &LossOptions::group_size, between(1, 1 << 20),
+       "the ranks in it; 1: the classes are not shared"},
+      {"rank", &LossOptions::rank, between(0, 1 << 20), "this process's place among them"}};
+  options.insert(options.end(), of_all.begin(), of_all.end());
+  return {LossOptions{}, options};
+}
+
 OpDef loss_definition(std::string_view name, const char* formula, Names extra_outputs) {
   return {
       .name = name,
       .formula = formula,
       .family = "linear_cross_entropy",
-      .signature =
-          {LossOptions{},
-           {{"bias", &LossOptions::bias, "there is a bias"},
-            {"class_weight", &LossOptions::class_weight,
-             "the losses of a class are multiplied by its number among class_weight"},
-            {"reduction", &LossOptions::reduction, one_of({"mean", "sum", "none"}),
-             "what becomes of the losses of rows; the mean is over what they weigh"},
-            {"ignore_index", &LossOptions::ignore_index, between(-2147483648.0, 2147483647.0),
-             "rows with this target have loss 0 and no gradient"},
-            {"label_smoothing", &LossOptions::label_smoothing, between(0, 1),
-             "the share of a target that is spread over all classes"},
-            {"soft_cap", &LossOptions::soft_cap, at_least(0),
-             "logits become soft_cap tanh(logits / soft_cap); 0: they stay"},
-            {"z_loss", &LossOptions::z_loss, at_least(0),
-             "the factor of logsumexp(logits)^2 in the loss of a row"},
-            {"group", &LossOptions::group,
-             "the process group whose ranks share the classes, as torch.distributed "
-             "names it"},
-            {"group_size", &LossOptions::group_size, between(1, 1 << 20),
-             "the ranks in it; 1: the classes are not shared"},
-            {"rank", &LossOptions::rank, between(0, 1 << 20), "this process's place among them"}}},
+      .signature = loss_signature({{"bias", &LossOptions::bias, "there is a bias"}}),
       .sizes = {{"in_features", "size of the last dimension of x"},
                 {"num_classes", "number of classes"}},
       .inputs = {"x", "targets"},
@@ -175,8 +193,38 @@ OpDef loss_definition(std::string_view name, const char* formula, Names extra_ou
   };
 }
 
+OpDef loss_of_logits_definition() {
+  return {
+      .name = "cross_entropy",
+      .formula = "y = mean of cross_entropy(x, targets)",
+      .signature = loss_signature({}),
+      .sizes = {{"num_classes", "number of classes"}},
+      .inputs = {"x", "targets"},
+      .indices = {"targets"},
+      .params = {{"class_weight[]", {"num_classes"}, ParamDef::Init::ones}},
+      .fixed_params = 1,
+      .results = {{"y", ResultDef::statistic},
+                  {"denominator", ResultDef::statistic},
+                  {"unit_grad_x", ResultDef::large}},
+      // torch.autocast leaves logits as they are too: torch's cross entropy computes in float32.
+      .dtype = DtypeRule::promote,
+      .forward = {{.name = "forward",
+                   .reads = {"x", "targets", "class_weight[]"},
+                   .writes = {"y", "denominator", "unit_grad_x"},
+                   .run = loss_of_logits_forward}},
+      // Backward does not read x, so that logits may be overwritten once their loss is computed.
+      .backward = {{.name = "backward",
+                    .reads = {"grad_y", "denominator", "unit_grad_x"},
+                    .writes = {"grad_x"},
+                    .run = loss_backward}},
+      .context = {"denominator", "unit_grad_x"},
+      .list_length = loss_lists,
+  };
+}
+
 }  // namespace
 
+const OpDef kCrossEntropy = loss_of_logits_definition();
 const OpDef kLinearCrossEntropy = loss_definition(
     "linear_cross_entropy", "y = mean of cross_entropy(x weight^T + bias, targets)", {});
 const OpDef kLinearCrossEntropyWithPredictions =
@@ -185,6 +233,7 @@ const OpDef kLinearCrossEntropyWithPredictions =
                     "logits = x weight^T + bias",
                     {"predictions"});
 
+TANDEM_REGISTER_OP(kCrossEntropy);
 TANDEM_REGISTER_OP(kLinearCrossEntropy);
 TANDEM_REGISTER_OP(kLinearCrossEntropyWithPredictions);
 

@@ -1,4 +1,4 @@
-// The loss of a model with many classes.
+// The losses of a model with many classes.
 #pragma once
 
 #include "core/op_def.h"
@@ -18,6 +18,15 @@ namespace tandem::ops {
 ///          dtype of autocast, else of weight.
 /// Throws:  as kernel_ops::LinearCrossEntropy.
 extern const OpDef kLinearCrossEntropy;
+
+/// The cross entropy of logits x, which other code may read and overwrite. Forward also computes
+/// the gradient of x, which backward multiplies by the gradient of y.
+///
+/// Shapes:  x [..., num_classes], targets [...], class_weight [num_classes] -> y [], or [...] with
+///          a loss for each row.
+/// Dtypes:  targets int64; y float32, float64 where x is.
+/// Throws:  as kernel_ops::LinearCrossEntropy.
+extern const OpDef kCrossEntropy;
 
 /// kLinearCrossEntropy with an extra output: the class of the largest logit of each row, also of
 /// rows that are ignored.

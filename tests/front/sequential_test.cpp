@@ -1,5 +1,7 @@
 // The C++ front: ops as values, tandem::Sequential as a torch::nn::Module.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/ones.h>
@@ -195,6 +197,25 @@ TEST(Sequential, ADecoderLayersAttention) {
                    torch::autograd::grad({expected}, {x}, {grad})[0]));
 }
 
+TEST(Sequential, LossesOfLogitsAndOfAHead) {
+  const at::Tensor x = random({2, 5, 8}).requires_grad_(),
+                   targets = at::arange(10, at::kLong).remainder(6).view({2, 5});
+  const ops::LinearCrossEntropyOptions options{.class_weight = true, .label_smoothing = 0.1};
+  Sequential of_head({ops::linear_cross_entropy(8, 6, options)}),
+      of_logits({ops::linear(8, 6, {.bias = false}), ops::cross_entropy(6, options)});
+  const at::Tensor weight = of_head->parameters()[0];
+  of_logits->parameters()[0].detach().copy_(weight.detach());
+  const at::Tensor logits = at::linear(x, weight).flatten(0, 1);
+  const at::Tensor expected = at::cross_entropy_loss(
+      logits, targets.flatten(), {}, at::Reduction::Mean, -100, options.label_smoothing);
+  for (Sequential& model : {std::ref(of_head), std::ref(of_logits)}) {
+    const at::Tensor loss = model->forward(x, {targets})[0];
+    EXPECT_TRUE(near(loss.detach(), expected.detach()));
+    EXPECT_TRUE(near(torch::autograd::grad({loss}, {x})[0],
+                     torch::autograd::grad({expected}, {x}, {}, /*retain_graph=*/true)[0]));
+  }
+}
+
 TEST(Sequential, ChannelsAndExtraTensors) {
   Sequential residual(
       {ops::make_extra_output({"r", false}), ops::gelu(), ops::add_extra_input({.channel = "r"})});
@@ -252,6 +273,10 @@ TEST(SequentialErrors, ChannelsAreCheckedWhereItIsMade) {
 }
 
 TEST(SequentialErrors, OptionsAreCheckedWhereTheOpIsMade) {
+  EXPECT_THAT([] { ops::cross_entropy(6, {.bias = true}); },
+              ThrowsText<c10::ValueError>(
+                  "cross_entropy: expected bias to be false, as x holds the logits, got true. Use "
+                  "linear_cross_entropy, or add the bias before."));
   EXPECT_THAT(
       [] { ops::dropout({.p = 2}); },
       ThrowsText<c10::ValueError>("dropout: expected option p to be a number from 0 to 1, got 2"));

@@ -112,6 +112,7 @@ CASES = [
     ("softplus", nn.Sequential(linear(), nn.Softplus()), ["Linear", "Softplus"]),
     ("hard swish", nn.Sequential(linear(), nn.Hardswish()), ["Linear", "HardSwish"]),
     ("cross_entropy of a product", Calls(lambda m, x: F.cross_entropy(m.up(x).flatten(0, 1), torch.arange(6)), up=linear()), ["LinearCrossEntropy"]),
+    ("cross_entropy", Calls(lambda m, x: F.cross_entropy(x.flatten(0, 1), torch.arange(6))), ["CrossEntropy"]),
     ("silu gate of halves", Calls(halves(F.silu, flip=True), up=linear(2 * HIDDEN)), ["Linear", "SwiGLU"]),
     ("silu gate of halves", Calls(lambda m, x: (lambda h: F.silu(h[..., :HIDDEN]) * h[..., HIDDEN:])(m.up(x)), up=linear(2 * HIDDEN)), ["Linear", "SwiGLU"]),
     ("silu gate of halves", Calls(lambda m, x: (lambda g, u: F.silu(g) * u)(*m.up(x).split(HIDDEN, -1)), up=linear(2 * HIDDEN)), ["Linear", "SwiGLU"]),

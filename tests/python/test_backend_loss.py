@@ -63,6 +63,27 @@ def test_logits_that_the_model_returns():
         tandem.compile(model, logits="no")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_logits_that_are_overwritten_after_their_loss(reduction, weighted):
+    torch._dynamo.reset()
+    weight = torch.rand(50) if weighted else None
+
+    def form(logits, labels):
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight, reduction=reduction)
+        logits.data.mul_(2)
+        return loss.mean(), logits
+
+    model, ids = Head(form), torch.randint(50, (3, 7))
+    loss, logits = tandem.compile(model)(ids, ids)
+    logits.data.zero_()
+    loss.backward()
+    got = model.head.weight.grad.clone()
+    model.zero_grad()
+    model(ids, ids)[0].backward()
+    torch.testing.assert_close(got, model.head.weight.grad)
+
+
 def test_capped_logits():
     torch._dynamo.reset()
 

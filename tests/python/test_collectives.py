@@ -241,6 +241,16 @@ def check_loss(rank: int, size: int) -> None:
             for gradient, whole in zip(got, (gradients[0], *(each.chunk(size)[rank] for each in gradients[1:])), strict=True):
                 assert_close(gradient, whole, rtol=1e-5, atol=1e-6)
 
+    # Of logits that each rank has for its own classes.
+    logits = torch.randn(rows, classes)
+    for reduction in ("mean", "none"):
+        one, own_logits = logits.clone().requires_grad_(), logits.chunk(size, 1)[rank].clone().requires_grad_()
+        wanted = ops.CrossEntropy(class_weight=class_weight, reduction=reduction, **more)(one, targets)
+        loss = ops.CrossEntropy(class_weight=class_weight.chunk(size)[rank], reduction=reduction, tensor_parallel_group=dist.group.WORLD, **more)(own_logits, targets)
+        assert_close(loss, wanted)
+        seed = torch.rand_like(wanted)
+        assert_close(torch.autograd.grad(loss, own_logits, seed)[0], torch.autograd.grad(wanted, one, seed)[0].chunk(size, 1)[rank], rtol=1e-5, atol=1e-6)
+
     # As an op behind a norm, with rows shared too, and what it says where it cannot be.
     whole = ops.Sequential(ops.RMSNorm(HIDDEN), ops.LinearCrossEntropy(HIDDEN, classes))
     for sequence_parallel in (False, True):

@@ -102,13 +102,14 @@ def cases(layout="contiguous", dtype=torch.float32):
 
 
 def without_codes(name, arguments):
-    """The same call that asks for no codes, of a gated unit and of RMSNorm."""
+    """The same call that asks for no codes, of a gated unit, of RMSNorm and of logits instead of a product."""
     y, x, wide = arguments["activation_backward"][0], arguments["activation_backward"][1], arguments["scaled_activation_backward"][1]
     weight, rows = arguments["norm_backward"][2], arguments["norm_backward"][5]
     plain = {
         "activation_backward": [y, wide, "silu", True, [True] * 3],
         "activation_forward": [wide, None, "gelu", True, [False, True]],
         "dropout_backward": arguments["dropout_backward"][:5],
+        "linear_cross_entropy": [x, None, torch.randint(x.shape[-1], x.shape[:-1]), None, weight.abs(), None, "sum", 2, 0.1, 1.5, 0.01, "", 1, 0, [True] * 3 + [False] * 2 + [True]],
         "norm_backward": [y, x, weight, None, None, rows, None, False, True, torch.float32, [True, True, True, False, False]],
         "norm_forward": [x, None, weight, None, 1e-5, True, True, [False, True]],
         "scale_rows": arguments["scale_rows"][:4],
@@ -126,7 +127,9 @@ def calls(name, layout, dtype):
     """The overloads of an op, each with arguments to try."""
     all_cases = cases(layout, dtype)
     op, plain = getattr(torch.ops.tandem, name), without_codes(name, all_cases)
-    return [(op.default, all_cases[name])] if plain is None else [(op.codes, all_cases[name]), (op.default, plain)]
+    if plain is None:
+        return [(op.default, all_cases[name])]
+    return [(op.codes if "codes" in op.overloads() else op.default, all_cases[name]), (op.default, plain)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -51,6 +51,81 @@ OPTIONS = [
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
+def test_loss_of_logits_is_that_of_float64(dtype, options, weighted):
+    targets, class_weight = operands()[2], torch.rand(CLASSES) if weighted else None
+    wide_rows = torch.randn(3, 5, CLASSES + 3).to(dtype)
+    logits, want_of = wide_rows[..., 2:-1], wide_rows.double()[..., 2:-1]  # rows that do not follow each other in memory
+    for each in (logits, want_of):
+        each.requires_grad_()
+    loss = ops.CrossEntropy(class_weight=class_weight, **options)(logits, targets)
+    want = expected(want_of, torch.eye(CLASSES, dtype=torch.float64), targets, class_weight=None if class_weight is None else class_weight.double(), **options)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.shape == want.shape
+    torch.testing.assert_close(loss.double(), want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    seed = torch.randn(want.shape, dtype=torch.float64)
+    (right,) = gradients(want, seed, want_of)
+    for _ in range(2):  # the second one after the first has used what forward kept
+        (got,) = gradients(loss, seed.to(loss.dtype), logits)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), right, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * right.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 0), (70,)], ids=str)
+@pytest.mark.parametrize("classes", [1, 2, 37, 70_001])
+def test_loss_of_logits_of_any_size(shape, classes):
+    logits = torch.randn(*shape, classes, requires_grad=True)
+    targets = torch.randint(classes, shape)
+    own, torchs = ops.CrossEntropy()(logits, targets), F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    torch.testing.assert_close(own, torchs, equal_nan=True)
+    torch.testing.assert_close(gradients(own, None, logits), gradients(torchs, None, logits))
+
+
+def test_loss_of_logits_that_are_ignored_shared_or_under_autocast():
+    logits = torch.randn(4, CLASSES, requires_grad=True)
+    ignored = torch.full((4,), -100)
+    loss = ops.CrossEntropy()(logits, ignored)
+    assert loss.isnan()
+    assert not gradients(loss, None, logits)[0].any()
+    targets = torch.arange(4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        own, torchs = ops.CrossEntropy()(logits, targets), F.cross_entropy(logits, targets)
+    assert own.dtype == torchs.dtype == torch.float32
+    torch.testing.assert_close(own, torchs)
+    both = ops.Sequential(ops.MakeExtraOutput(), ops.CrossEntropy(reduction="sum"))
+    loss, same = both(logits * 1, targets)
+    wanted = F.cross_entropy(logits, targets, reduction="sum") + logits.square().sum()
+    torch.testing.assert_close(gradients(loss + same.square().sum(), None, logits), gradients(wanted, None, logits))
+    compiled = torch.compile(ops.CrossEntropy(label_smoothing=0.1), fullgraph=True)
+    torch.testing.assert_close(compiled(logits, targets), F.cross_entropy(logits, targets, label_smoothing=0.1))
+    with torch.no_grad():
+        assert not ops.CrossEntropy()(logits, targets).requires_grad
+
+
+def test_errors_of_the_loss_of_logits():
+    logits, loss = torch.randn(2, 3), ops.CrossEntropy()
+    with pytest.raises(IndexError, match="^cross_entropy: expected targets from 0 to 2, or -100 where a row is ignored, got 3 in row 1. Pass the number of a class for each row."):
+        loss(logits, torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match="cross_entropy: expected 2 targets, one for each row of x .2, 3., got .3."):
+        loss(logits, torch.arange(3))
+    with pytest.raises(TypeError, match="cross_entropy: expected targets of dtype int64, got float32"):
+        loss(logits, torch.rand(2))
+    with pytest.raises(ValueError, match="CrossEntropy: expected class_weight of shape .num_classes., a number for each class of this rank, got .2, 3.. Pass one of this size."):
+        ops.CrossEntropy(class_weight=logits)
+    with pytest.raises(TypeError, match=r"CrossEntropy: expected class_weight to be a tensor with a number for each class, got list. Pass torch.tensor\(...\)."):
+        ops.CrossEntropy(class_weight=[1.0, 2.0])
+    with pytest.raises(ValueError, match="cross_entropy: expected class_weight of shape .3., a number for each of the classes, got .4."):
+        ops.CrossEntropy(class_weight=torch.ones(4))(logits, torch.arange(2))
+    call = [None, torch.arange(2), None, None, None, "sum", -100, 0.0, 0.0, 0.0, "", 1, 0]
+    with pytest.raises(ValueError, match="cross_entropy: expected no gradient of a weight that there is not, got output_mask.3.. Pass the weight."):
+        torch.ops.tandem.linear_cross_entropy(logits, *call, [True, False, False, True, False, False])
+    for weight, rest in ((None, "logits, a number for each class"), (logits, "a vector, or rows of them")):
+        with pytest.raises(ValueError, match=f"cross_entropy: expected x of at least one dimension, got a number. Pass {rest}."):
+            torch.ops.tandem.linear_cross_entropy(torch.tensor(1.0), weight, *call[1:], [True] + [False] * 5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
 def test_loss_and_gradients_are_those_of_float64(dtype, options, weighted):
     x, weight, targets = operands(dtype)
     bias, class_weight = (torch.randn(CLASSES).to(dtype), torch.rand(CLASSES)) if weighted else (None, None)
@@ -302,7 +377,7 @@ def test_errors_of_the_kernel_op():
         call(x, weight, targets, None, None, None, "sum", -100, 0.0, 0.0, 0.0, "0", 2, 2, [True] + [False] * 5)
     with pytest.raises(ValueError, match=r"expected at least one class on each rank of the group, got none on rank 1\. Share the classes out among all ranks\."):
         call(x, weight[:0], targets, None, None, None, "sum", -100, 0.0, 0.0, 0.0, "0", 2, 1, [True] + [False] * 5)
-    with pytest.raises(IndexError, match="expected targets that are ignored, as weight has no rows, -100, got 19 in row 0"):
+    with pytest.raises(IndexError, match="expected targets that are ignored, as there is no class, -100, got 19 in row 0"):
         call(x, weight[:0], torch.full_like(targets, 19), None, None, None, "sum", -100, 0.0, 0.0, 0.0, *alone, [True] + [False] * 5)
     with pytest.raises(ValueError, match="expected no gradient of a bias that there is not"):
         call(x, weight, targets, None, None, None, "sum", -100, 0.0, 0.0, 0.0, *alone, [True] * 5 + [False])

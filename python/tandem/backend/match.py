@@ -15,7 +15,7 @@ from tandem.backend.attention import ATTENTION
 from tandem.backend.normalise import PRODUCTS, Terms, memory_of, users, value_of
 from tandem.backend.options import Options
 from tandem.backend.patterns import Bound, tolerance_of
-from tandem.backend.rows import ROWS, Op, Row, product
+from tandem.backend.rows import LOSS, ROWS, Op, Row, product
 from tandem.recipe import Recipe
 
 TABLE = (*ATTENTION, *ROWS)  # the first row that matches at a node counts
@@ -73,9 +73,8 @@ def find(graph: GraphModule, terms: Terms, options: Options) -> tuple[dict[Node,
                 found[node] = ways
                 taken |= ways[0].nodes
                 break
-            if reasons:
-                left.append(Left(row.name, node, reasons[0]))
-    return _joined(found, terms, options), [each for each in left if each.node not in taken]
+            left += [Left(row.name, node, reason) for reason in reasons[:1]]
+    return _joined(found, terms, options), [each for each in left if each.node not in taken or each.row == LOSS]
 
 
 def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], options: Options) -> tuple[list[Found], list[str]]:
@@ -141,8 +140,8 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms, r
         is_cast = node.meta["is_autocast"] and made[0].make is not ops.GroupedLinear and torch.float64 not in dtypes
         if len(dtypes) > 1 and not is_cast:  # the graph then raises torch's own error
             return f"its x is {dtype}, and its weight {made[0].options['dtype']}"
-    if made[0].make is ops.LinearCrossEntropy:
-        dtype = torch.float64 if made[0].options["dtype"] == torch.float64 else torch.float32
+    if made[0].make in (ops.CrossEntropy, ops.LinearCrossEntropy):
+        dtype = torch.float64 if made[0].options.get("dtype", dtype) == torch.float64 else torch.float32
     elif made[0].make is ops.AddExtraInput:
         dtype = torch.promote_types(dtype, value_of(made[0].extras[0]).dtype)
     if made[0].make is not ops.Linear and value_of(node).dtype != dtype:  # a product's result has the dtype of autocast

@@ -67,8 +67,7 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
             inside = region.made() - {weight.node for op in way.ops for _, weight in op.weights}  # a pipeline takes weights from outside only
             if not any(_needs(read, region, owner, terms) for read in way.reads() if read not in inside):
                 region.found.append(way)
-                if own:
-                    region.recipe = recipe
+                region.recipe = recipe if own else region.recipe
                 break
         else:
             region = Region([max(ways, key=lambda way: terms.order[way.x])], terms, recipe)

@@ -19,6 +19,7 @@ from tandem.backend.normalise import PRODUCTS, Terms, computed_of, is_of_model, 
 from tandem.backend.options import Options
 from tandem.backend.place import Call
 from tandem.backend.regions import WORTH_NO_PIPELINE, Region
+from tandem.backend.rows import LOSS
 from tandem.ops.reporting import SKIPPED, is_skipped, runs_inside
 
 _NO_ROW = "it belongs to no row"
@@ -54,7 +55,7 @@ class Report:
         self.number = next(_numbers)
         self.products, self.products_inside = len(products), sum(node in inside for node in products)
         self.pieces = [_piece(region) for region in regions]
-        self.left = [(each.row, _origin(each.node), each.reason) for each in reversed([*reasons.values()]) if each.node not in inside]
+        self.left = [(each.row, _origin(each.node), each.reason) for each in reversed([*reasons.values()]) if each.node not in inside or each.row == LOSS]
         self.left += [("product", _origin(node), _NO_ROW) for node in products if node not in inside and node not in reasons]
         self.products_left = [(module_of(node), reasons[node].reason if node in reasons else _NO_ROW) for node in products if node not in inside]
         self.calls: list[Call] = []

@@ -130,8 +130,8 @@ def _sum(bound: Bound) -> tuple[Op, ...] | str:
 
 
 def _loss(bound: Bound) -> tuple[Op, ...] | str:
-    """The op for the product that computes logits and for their cross entropy, or the reason why there is none."""
-    made = product(bound)
+    """The op for a cross entropy, and for the product that computes its logits if that belongs to the formula, or the reason why there is none."""
+    made = product(bound) if "weight" in bound else (Op(ops.CrossEntropy),)
     if isinstance(made, str):
         return made
     (head,) = made
@@ -145,14 +145,13 @@ def _loss(bound: Bound) -> tuple[Op, ...] | str:
     cap = bound.get("cap", 0.0)
     if cap and not (cap > 0 and math.isclose(cap * bound["over_cap"], 1, rel_tol=bound["tolerance"])):
         return "its logits are not capped as cap tanh(logits / cap)"
-    classes = head.options["out_features"]
-    options = {name: bound[name] for name in ("ignore_index", "label_smoothing", "reduction")} | {"bias": head.options["bias"], "dtype": head.options["dtype"]}
-    options |= {"in_features": head.options["in_features"], "num_classes": classes, "soft_cap": cap}
-    weights = head.weights
+    options = {name: bound[name] for name in ("ignore_index", "label_smoothing", "reduction")} | {"soft_cap": cap}
+    if head.make is ops.Linear:
+        options |= {name: head.options[name] for name in ("in_features", "bias", "dtype")} | {"num_classes": head.options["out_features"]}
+    weights = (*head.weights, *([] if class_weight is None else [("class_weight", Weight(class_weight))]))
     if class_weight is not None:
-        options["class_weight"] = torch.empty(classes, device="meta")
-        weights = (*weights, ("class_weight", Weight(class_weight)))
-    return (Op(ops.LinearCrossEntropy, options, weights, (bound["target"],)),)
+        options["class_weight"] = torch.empty(value_of(class_weight).shape, device="meta")
+    return (Op(ops.LinearCrossEntropy if head.make is ops.Linear else ops.CrossEntropy, options, weights, (bound["target"],)),)
 
 
 def _modulation(bound: Bound, zero_centered: bool) -> tuple[Op, ...] | str:
@@ -245,14 +244,16 @@ _up = Call("linear", x, Var("up_weight", 2), Var("up_bias", 1, optional=True), t
 _head = Call("linear", x, Var("weight", 2), Var("bias", 1, optional=True))
 _made_logits = Either(Call("tanh", Wide(_head) * Number("over_cap")) * Number("cap"), _head)
 _logits = Wide(Either(Call("flat", Wide(_made_logits)), _made_logits))
+LOSS = "cross_entropy of a product"  # where its logits must stay, the next row computes the loss from them
 
 ROWS: tuple[Row, ...] = (
     Row(
-        "cross_entropy of a product",
+        LOSS,
         Call("cross_entropy", _logits, Var("target"), Var("class_weight", 1, optional=True)),
         _loss,
         "others read its logits, which then take memory and time; where they are results of the model, options={'logits': False} leaves them out",
     ),
+    Row("cross_entropy", Call("cross_entropy", Wide(Either(Call("flat", Wide(x)), x)), Var("target"), Var("class_weight", 1, optional=True)), _loss),
     *(Row(each.name, each.of(x), lambda _, op=each.op: (Op(op),)) for each in ACTIVATIONS if each.op),
     *(Row(f"{each.name} gate of two products", each.of(_gate) * _up, partial(_gated_products, op=each.gated)) for each in ACTIVATIONS if each.gated),
     *(

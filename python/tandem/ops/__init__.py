@@ -40,7 +40,7 @@ from tandem.ops.fusions import (
 )
 from tandem.ops.grouped_linear import GroupedLinear
 from tandem.ops.linear import BasicLinear, Bias, Linear
-from tandem.ops.loss import LinearCrossEntropy, LinearCrossEntropyWithPredictions
+from tandem.ops.loss import CrossEntropy, LinearCrossEntropy, LinearCrossEntropyWithPredictions
 from tandem.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from tandem.ops.sequential import Sequential
@@ -74,6 +74,7 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "Linear",
+    "CrossEntropy",
     "LinearCrossEntropy",
     "LinearCrossEntropyWithPredictions",
     "MakeExtraOutput",

@@ -1,4 +1,4 @@
-"""The loss of a model with many classes, as ops."""
+"""The losses of a model with many classes, as ops."""
 
 from __future__ import annotations
 
@@ -13,6 +13,62 @@ from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 
 Reduction = Literal["mean", "sum", "none"]
+
+
+class CrossEntropy(BasicOperation):
+    """y = mean of cross_entropy(x, targets), where x [..., num_classes] holds logits, as of a model that returns them too.
+
+    The extra input `targets` holds the class, int64, of each row. With `reduction` "none" y has the shape of the targets. "sum" adds the losses of all
+    rows, and "mean" divides this sum by the sum of the rows' factors: 1 or the `class_weight` of the target, and 0 for an ignored row. The mean of
+    no rows is NaN, with gradients of zeros. y is float32, or float64 if x is float64; 16-bit logits are read as they are. Forward computes loss and
+    gradient in one pass, so that backward has only a factor to multiply by. `LinearCrossEntropy` computes the logits too, and never has all in memory.
+
+    With a `tensor_parallel_group` its ranks share the classes: x and `class_weight` hold those of this rank, in the order of ranks. All ranks pass the
+    same targets, which count all classes, and get the same losses.
+
+    >>> import torch
+    >>> from tandem import ops
+    >>> loss = ops.Sequential(ops.Linear(16, 1000), ops.CrossEntropy(label_smoothing=0.1))
+    >>> loss(torch.randn(2, 5, 16), torch.randint(1000, (2, 5))).shape
+    torch.Size([])
+    """
+
+    num_extra_inputs = 1
+    has_class_weight, tensor_parallel_size = Fixed(), Fixed()
+
+    _kind = "cross_entropy"
+    _option_names = ("reduction", "ignore_index", "label_smoothing", "soft_cap", "z_loss")
+
+    def __init__(
+        self,
+        *,
+        class_weight: torch.Tensor | None = None,
+        reduction: Reduction = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        soft_cap: float = 0.0,
+        z_loss: float = 0.0,
+        tensor_parallel_group: Any = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Takes the options of `LinearCrossEntropy`; `device` is that of `class_weight`."""
+        super().__init__()
+        name = type(self).__name__
+        self.tensor_parallel_size = collectives(name, None if tensor_parallel_group is None else "column", tensor_parallel_group, False)[2]
+        self._group = tensor_parallel_group if self.tensor_parallel_size > 1 else None
+        self.has_class_weight = class_weight is not None
+        self.reduction, self.ignore_index, self.label_smoothing, self.soft_cap, self.z_loss = reduction, ignore_index, label_smoothing, soft_cap, z_loss
+        if class_weight is not None:
+            _check_class_weight(name, class_weight, None)
+            self.class_weight = torch.nn.Parameter(class_weight.detach().to(device=device), requires_grad=False)
+        self._parameter_names = ("class_weight",) * self.has_class_weight
+
+    def _options(self) -> dict[str, Any]:
+        options = {**super()._options(), "class_weight": self.has_class_weight}
+        return options if self._group is None else {**options, **shared_classes(self._group)}
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}"
 
 
 class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
@@ -94,8 +150,7 @@ class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
         if self.has_bias:
             self.bias = torch.nn.Parameter(torch.empty(self.local_num_classes, **like))
         if class_weight is not None:
-            if class_weight.shape != (self.local_num_classes,):
-                raise ValueError(f"{name}: expected class_weight of shape [{self.local_num_classes}], a number for each class of this rank, got {[*class_weight.shape]}. Pass one of this size.")
+            _check_class_weight(name, class_weight, self.local_num_classes)
             self.class_weight = torch.nn.Parameter(class_weight.detach().to(device=device), requires_grad=False)
         self._parameter_names = ("weight", *["bias"] * self.has_bias, *["class_weight"] * self.has_class_weight)
         self._give_first_values()
@@ -112,6 +167,15 @@ class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.num_classes}, bias={self.has_bias}, reduction={self.reduction!r}"
+
+
+def _check_class_weight(name: str, value: Any, classes: int | None) -> None:
+    """`classes`: the number of classes of this rank; None: any number."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected class_weight to be a tensor with a number for each class, got {type(value).__name__}. Pass torch.tensor(...).")
+    if value.dim() != 1 or classes not in (None, len(value)):
+        size = "num_classes" if classes is None else classes
+        raise ValueError(f"{name}: expected class_weight of shape [{size}], a number for each class of this rank, got {[*value.shape]}. Pass one of this size.")
 
 
 def shared_classes(group: Any) -> dict[str, Any]:

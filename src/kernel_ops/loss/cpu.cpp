@@ -33,17 +33,17 @@ struct RowsOfLoss {
   double total_weight = 0;
 };
 
-RowsOfLoss rows_of_loss(const LinearCrossEntropy::Args& args, const SharedClasses& classes,
+RowsOfLoss rows_of_loss(const LinearCrossEntropy::Args& args, const SharedClasses& shared,
                         const float* class_weight, bool all) {
   const Tensor of_targets = args.targets.contiguous();
   const Tensor of_factors = args.factors ? args.factors->to(at::kFloat).contiguous() : Tensor();
   const auto* const targets = of_targets.const_data_ptr<int64_t>();
-  const int64_t own = args.weight.size(0),
-                before = classes.first[static_cast<size_t>(classes.rank)];
+  const int64_t own = LinearCrossEntropy::classes(args).expect_int(),
+                before = shared.first[static_cast<size_t>(shared.rank)];
   RowsOfLoss rows;
   for (int64_t r = 0; r < of_targets.numel(); ++r) {
     const bool counts = targets[r] != args.ignore_index;
-    if (counts) classes.check(targets[r], r, args.ignore_index);
+    if (counts) shared.check(targets[r], r, args.ignore_index);
     const bool is_own = targets[r] >= before && targets[r] - before < own;
     if (counts && is_own)
       rows.total_weight += class_weight == nullptr ? 1 : class_weight[targets[r] - before];
@@ -138,43 +138,26 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
   const float* const class_weight =
       class_weights.defined() ? class_weights.const_data_ptr<float>() : nullptr;
   const SharedClasses shared(args);
-  RowsOfLoss rows = rows_of_loss(args, shared, class_weight, results[best].defined());
+  // Without a weight the logits are there, and a row without a loss has a gradient of zeros.
+  RowsOfLoss rows =
+      rows_of_loss(args, shared, class_weight, results[best].defined() || !args.weight);
   const auto count = static_cast<int64_t>(rows.places.size());
-  const int64_t hidden = args.x.size(-1), classes = args.weight.size(0);
-  const at::ScalarType dtype = args.weight.scalar_type();
-  const Tensor& weight = args.weight;
-  const Tensor turned = transposed(weight);
+  const int64_t hidden = args.x.size(-1);
+  const at::ScalarType dtype = logits_dtype(args);
   const VectorIn bias(args.bias);
   const size_t bytes = x.cols * kernels::bytes_per_element(x.element);
 
   std::vector<float> losses(x.rows);
   SumOfPieces of_weight(results[grad_weight]), of_bias(results[grad_bias]);
   const Tensor of_rows = results[grad_x];
-  if (of_rows.defined() && count != static_cast<int64_t>(x.rows))
-    std::memset(of_rows.data_ptr(), 0, of_rows.nbytes());
-  const bool wants_gradient = of_rows.defined() || of_weight || of_bias;
 
-  const int64_t most = std::min(count, rows_at_once(weight));
-  const Tensor inputs = empty_cpu({most, hidden}, dtype),
-               // Not from the cache, which would hold them during the rest of backward.
-      logits = at::empty({most, classes}, weight.options()),
-               of_inputs =
-                   of_rows.defined() ? empty_cpu({most, hidden}, of_rows.scalar_type()) : Tensor();
-  std::vector<float> some_losses(static_cast<size_t>(most));
-  for (int64_t first = 0; first < count; first += most) {
-    const int64_t some = std::min(most, count - first);
-    const auto* const places = rows.places.data() + first;
-    const Tensor from = first_rows(inputs, some), z = first_rows(logits, some);
-    for (int64_t r = 0; r < some; ++r)
-      std::memcpy(static_cast<char*>(from.data_ptr()) + static_cast<size_t>(r) * bytes,
-                  static_cast<const char*>(x.data) + static_cast<size_t>(places[r]) * x.stride *
-                                                         (bytes / std::max<size_t>(1, x.cols)),
-                  bytes);
-    multiply(Product({from}, {turned}, dtype), z);
-    std::vector<int64_t> bests(results[best].defined() ? static_cast<size_t>(some) : 0);
-    const kernels::Rows of_z = rows_out(z);
+  /// Computes the losses of rows from `first` on, and their gradients unless `gradients` is empty.
+  const auto compute = [&](const kernels::ConstRows& logits, int64_t first,
+                           const kernels::Rows& gradients) {
+    std::vector<float> some(logits.rows);
+    std::vector<int64_t> bests(results[best].defined() ? logits.rows : 0);
     kernels::cpu::CrossEntropy loss{
-        .logits = of_z,
+        .logits = logits,
         .bias = bias,
         .targets = rows.targets.data() + first,
         .class_weight = class_weight,
@@ -186,36 +169,74 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
     const kernels::cpu::ClassShard shard{static_cast<double>(shared.all), shared.all_weights,
                                          sums.data()};
     if (shared.are_shared()) loss.shard = &shard;
-    loss.losses = some_losses.data();
-    if (wants_gradient) loss.gradients = of_z;
+    loss.losses = some.data();
+    loss.gradients = gradients;
     kernels::cpu::cross_entropy(loss);
-    for (int64_t r = 0; r < some; ++r) {
-      losses[static_cast<size_t>(places[r])] = some_losses[static_cast<size_t>(r)];
-      if (!bests.empty())
-        results[best].data_ptr<int64_t>()[places[r]] = bests[static_cast<size_t>(r)];
+    for (size_t r = 0; r < some.size(); ++r) {
+      const auto place = static_cast<size_t>(rows.places[static_cast<size_t>(first) + r]);
+      losses[place] = some[r];
+      if (!bests.empty()) results[best].data_ptr<int64_t>()[place] = bests[r];
     }
-    if (of_rows.defined()) {
-      const Tensor to = first_rows(of_inputs, some);
-      multiply(Product({z}, {weight}, to.scalar_type()), to);
-      const size_t size = static_cast<size_t>(hidden) * of_rows.element_size();
-      for (int64_t r = 0; r < some; ++r)
-        std::memcpy(static_cast<char*>(of_rows.data_ptr()) + static_cast<size_t>(places[r]) * size,
-                    static_cast<const char*>(to.const_data_ptr()) + static_cast<size_t>(r) * size,
-                    size);
-    }
-    if (of_weight) {
-      const Tensor turned_z = transposed(z);
-      // The sum over many rows may overflow float16.
-      const at::ScalarType of_piece = dtype == at::kHalf ? at::kFloat : dtype;
-      of_weight.add(of_piece, /*may_add=*/true, [&](const Tensor& to, bool adds) {
-        multiply(Product({turned_z}, {from}, of_piece,
-                         {.rows = kernel_ops::Rows::contracted, .beta = adds ? 1.0 : 0.0}),
-                 to);
-      });
-    }
+  };
+  const auto add_to_bias = [&](const kernels::Rows& gradients) {
     if (of_bias)
-      of_bias.add(at::kFloat, /*may_add=*/false,
-                  [&](const Tensor& to, bool) { kernels::cpu::sum_rows(of_z, vector_out(to)); });
+      of_bias.add(at::kFloat, /*may_add=*/false, [&](const Tensor& to, bool) {
+        kernels::cpu::sum_rows(gradients, vector_out(to));
+      });
+  };
+
+  if (!args.weight) {
+    const Tensor unwanted =
+        of_bias && !of_rows.defined() ? empty_cpu(args.x.sizes(), dtype) : Tensor();
+    const Tensor& gradients = of_rows.defined() ? of_rows : unwanted;
+    const kernels::Rows to = gradients.defined() ? rows_out(gradients) : kernels::Rows();
+    if (x.rows != 0) compute(x, 0, to);
+    if (x.rows != 0) add_to_bias(to);
+  } else {
+    const Tensor& weight = *args.weight;
+    const Tensor turned = transposed(weight);
+    if (of_rows.defined() && count != static_cast<int64_t>(x.rows))
+      std::memset(of_rows.data_ptr(), 0, of_rows.nbytes());
+    const bool wants_gradient = of_rows.defined() || of_weight || of_bias;
+    const int64_t most = std::min(count, rows_at_once(weight));
+    const Tensor inputs = empty_cpu({most, hidden}, dtype),
+                 // Not from the cache, which would hold them during the rest of backward.
+        logits = at::empty({most, weight.size(0)}, weight.options()),
+                 of_inputs = of_rows.defined() ? empty_cpu({most, hidden}, of_rows.scalar_type())
+                                               : Tensor();
+    for (int64_t first = 0; first < count; first += most) {
+      const int64_t some = std::min(most, count - first);
+      const auto* const places = rows.places.data() + first;
+      const Tensor from = first_rows(inputs, some), z = first_rows(logits, some);
+      for (int64_t r = 0; r < some; ++r)
+        std::memcpy(static_cast<char*>(from.data_ptr()) + static_cast<size_t>(r) * bytes,
+                    static_cast<const char*>(x.data) + static_cast<size_t>(places[r]) * x.stride *
+                                                           (bytes / std::max<size_t>(1, x.cols)),
+                    bytes);
+      multiply(Product({from}, {turned}, dtype), z);
+      const kernels::Rows of_z = rows_out(z);
+      compute(of_z, first, wants_gradient ? of_z : kernels::Rows());
+      if (of_rows.defined()) {
+        const Tensor to = first_rows(of_inputs, some);
+        multiply(Product({z}, {weight}, to.scalar_type()), to);
+        const size_t size = static_cast<size_t>(hidden) * of_rows.element_size();
+        for (int64_t r = 0; r < some; ++r)
+          std::memcpy(
+              static_cast<char*>(of_rows.data_ptr()) + static_cast<size_t>(places[r]) * size,
+              static_cast<const char*>(to.const_data_ptr()) + static_cast<size_t>(r) * size, size);
+      }
+      if (of_weight) {
+        const Tensor turned_z = transposed(z);
+        // The sum over many rows may overflow float16.
+        const at::ScalarType of_piece = dtype == at::kHalf ? at::kFloat : dtype;
+        of_weight.add(of_piece, /*may_add=*/true, [&](const Tensor& to, bool adds) {
+          multiply(Product({turned_z}, {from}, of_piece,
+                           {.rows = kernel_ops::Rows::contracted, .beta = adds ? 1.0 : 0.0}),
+                   to);
+        });
+      }
+      add_to_bias(of_z);
+    }
   }
   of_weight.finish();
   of_bias.finish();

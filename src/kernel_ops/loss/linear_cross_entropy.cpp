@@ -29,17 +29,20 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-constexpr std::string_view kOp = "linear_cross_entropy";
+/// The name of the op that passes these arguments.
+const char* name_of(const LinearCrossEntropy::Args& args) {
+  return args.weight ? LinearCrossEntropy::kName : "cross_entropy";
+}
 
-void check_vector(const std::optional<Tensor>& vector, const char* name, const c10::SymInt& size,
-                  const char* of) {
-  TORCH_CHECK_VALUE(!vector || (vector->dim() == 1 && vector->sym_size(0) == size), kOp,
+void check_vector(const char* op, const std::optional<Tensor>& vector, const char* name,
+                  const c10::SymInt& size, const char* of) {
+  TORCH_CHECK_VALUE(!vector || (vector->dim() == 1 && vector->sym_size(0) == size), op,
                     ": expected ", name, " of shape [", size, "], a number for each of the ", of,
                     ", got ", vector->sym_sizes(), ". Pass one of this size, or none.");
 }
 
 bool is_float64(const LinearCrossEntropy::Args& args) {
-  return args.weight.scalar_type() == at::kDouble;
+  return LinearCrossEntropy::logits_dtype(args) == at::kDouble;
 }
 
 /// The numbers as one row, [1, count], for an all-gather.
@@ -58,12 +61,13 @@ bool wants_gradients(const std::array<bool, 6>& mask) {
 }  // namespace
 
 SharedClasses::SharedClasses(const LinearCrossEntropy::Args& args)
-    : group{std::string(args.group), args.group_size},
+    : op(name_of(args)),
+      group{std::string(args.group), args.group_size},
       first{0},
       rank(args.rank),
-      all(args.weight.size(0)),
+      all(LinearCrossEntropy::classes(args).guard_int(__FILE__, __LINE__)),
       all_weights(0),
-      device(args.weight.device()) {
+      device(args.x.device()) {
   if (!are_shared()) return;
   const double own_weights = args.class_weight
                                  ? args.class_weight->to(at::kDouble).sum().item<double>()
@@ -93,9 +97,9 @@ double SharedClasses::sum(double own) const {
 void SharedClasses::check(int64_t target, int64_t row, int64_t ignore_index) const {
   if (target >= 0 && target < all) return;
   const std::string expected =
-      all == 0 ? c10::str("that are ignored, as weight has no rows, ", ignore_index)
+      all == 0 ? c10::str("that are ignored, as there is no class, ", ignore_index)
                : c10::str("from 0 to ", all - 1, ", or ", ignore_index, " where a row is ignored");
-  TORCH_CHECK_INDEX(false, kOp, ": expected targets ", expected, ", got ", target, " in row ", row,
+  TORCH_CHECK_INDEX(false, op, ": expected targets ", expected, ", got ", target, " in row ", row,
                     ". Pass the number of a class for each row.");
 }
 
@@ -104,49 +108,64 @@ at::ScalarType LinearCrossEntropy::gradient_dtype(const Args& args, const Tensor
   return dtype == at::kHalf && !args.factors ? at::kFloat : dtype;
 }
 
+at::ScalarType LinearCrossEntropy::logits_dtype(const Args& args) {
+  return (args.weight ? *args.weight : args.x).scalar_type();
+}
+
+c10::SymInt LinearCrossEntropy::classes(const Args& args) {
+  return args.weight ? args.weight->sym_size(0) : args.x.sym_size(-1);
+}
+
 Specs<6> LinearCrossEntropy::shapes(const Args& args) {
-  const Tensor &x = args.x, &weight = args.weight;
+  const Tensor& x = args.x;
   const auto& mask = args.output_mask;
-  check_floating(kOp, weight, "weight");
-  check_floating(kOp, x, "x");
-  TORCH_CHECK_VALUE(x.dim() >= 1 && weight.dim() == 2 && weight.sym_size(1) == x.sym_size(-1), kOp,
-                    ": expected weight of shape [classes, last dimension of x], got ",
-                    weight.sym_sizes(), " for x ", x.sym_sizes(),
-                    ". Pass the weight of the layer that makes logits of x.");
+  const char* const op = name_of(args);
+  if (args.weight) check_floating(op, *args.weight, "weight");
+  check_floating(op, x, "x");
+  TORCH_CHECK_VALUE(
+      x.dim() >= 1, op, ": expected x of at least one dimension, got a number. Pass ",
+      args.weight ? "a vector, or rows of them." : "logits, a number for each class.");
+  TORCH_CHECK_VALUE(
+      !args.weight || (args.weight->dim() == 2 && args.weight->sym_size(1) == x.sym_size(-1)), op,
+      ": expected weight of shape [classes, last dimension of x], got ", args.weight->sym_sizes(),
+      " for x ", x.sym_sizes(), ". Pass the weight of the layer that makes logits of x.");
   const auto rows = args.targets.sym_sizes();
   TORCH_CHECK_TYPE(
-      args.targets.scalar_type() == at::kLong, kOp, ": expected targets of dtype int64, got ",
+      args.targets.scalar_type() == at::kLong, op, ": expected targets of dtype int64, got ",
       dtype_name(args.targets.scalar_type()), ". Pass the number of a class for each row.");
-  TORCH_CHECK_VALUE(args.targets.sym_numel() == rows_of(x), kOp, ": expected ", rows_of(x),
+  TORCH_CHECK_VALUE(args.targets.sym_numel() == rows_of(x), op, ": expected ", rows_of(x),
                     " targets, one for each row of x ", x.sym_sizes(), ", got ", rows,
                     ". Pass the number of a class for each row.");
-  TORCH_CHECK_VALUE(!args.factors || args.factors->sym_sizes() == rows, kOp,
+  TORCH_CHECK_VALUE(!args.factors || args.factors->sym_sizes() == rows, op,
                     ": expected factors of shape ", rows, ", got ", args.factors->sym_sizes(),
                     ". Pass one for each row, or none.");
-  check_vector(args.bias, "bias", weight.sym_size(0), "rows of weight");
-  check_vector(args.class_weight, "class_weight", weight.sym_size(0), "classes");
-  TORCH_CHECK_VALUE(args.group_size == 1 || weight.sym_size(0) != 0, kOp,
+  const c10::SymInt own = classes(args);
+  check_vector(op, args.bias, "bias", own, "rows of weight");
+  check_vector(op, args.class_weight, "class_weight", own, "classes");
+  TORCH_CHECK_VALUE(args.group_size == 1 || own != 0, op,
                     ": expected at least one class on each rank of the group, got none on rank ",
                     args.rank, ". Share the classes out among all ranks.");
-  TORCH_CHECK_VALUE(args.rank >= 0 && args.rank < args.group_size, kOp,
+  TORCH_CHECK_VALUE(args.rank >= 0 && args.rank < args.group_size, op,
                     ": expected a rank from 0 to ", args.group_size - 1, ", got ", args.rank,
                     ". Pass the number of this process in the group.");
   const bool is_by_row = args.reduction == "none";
-  TORCH_CHECK_VALUE(is_by_row || args.reduction == "mean" || args.reduction == "sum", kOp,
+  TORCH_CHECK_VALUE(is_by_row || args.reduction == "mean" || args.reduction == "sum", op,
                     ": expected reduction \"mean\", \"sum\" or \"none\", got \"", args.reduction,
                     "\". Pass one of these.");
-  TORCH_CHECK_VALUE(args.bias || !mask[grad_bias], kOp,
+  TORCH_CHECK_VALUE(args.bias || !mask[grad_bias], op,
                     ": expected no gradient of a bias that there is not, got output_mask[4]. "
                     "Pass the bias.");
+  TORCH_CHECK_VALUE(args.weight || !mask[grad_weight], op,
+                    ": expected no gradient of a weight that there is not, got output_mask[3]. "
+                    "Pass the weight.");
   const at::ScalarType statistic = is_float64(args) ? at::kDouble : at::kFloat;
   const c10::SymDimVector by_row(rows.begin(), rows.end());
   return {ResultSpec{is_by_row ? by_row : c10::SymDimVector(), statistic, mask[y]},
           ResultSpec{{}, statistic, mask[denominator]},
           like(x, gradient_dtype(args, x), mask[grad_x]),
-          like(weight, gradient_dtype(args, weight), mask[grad_weight]),
-          ResultSpec{{weight.sym_size(0)},
-                     gradient_dtype(args, args.bias ? *args.bias : weight),
-                     mask[grad_bias]},
+          like(args.weight.value_or(x), gradient_dtype(args, args.weight.value_or(x)),
+               mask[grad_weight]),
+          ResultSpec{{own}, gradient_dtype(args, args.bias.value_or(x)), mask[grad_bias]},
           ResultSpec{by_row, at::kLong, mask[best]}};
 }
 
@@ -191,7 +210,7 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   const at::ScalarType dtype = is_float64(args) ? at::kDouble : at::kFloat;
   const Tensor rows = args.x.reshape_symint({rows_of(args.x), args.x.sym_size(-1)}),
                targets = args.targets.reshape_symint({rows.sym_size(0)});
-  const c10::SymInt own = args.weight.sym_size(0);
+  const c10::SymInt own = classes(args);
   const bool are_shared = args.group_size > 1;
   const std::optional<SharedClasses> shared =
       are_shared ? std::optional<SharedClasses>(args) : std::nullopt;
@@ -204,7 +223,11 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
     check_all(targets, *shared, args.ignore_index);
   }
   const Tensor at_targets = local.masked_fill(elsewhere, 0).unsqueeze(1);
-  Tensor z = at::linear(rows, args.weight, args.bias).to(dtype), slope;
+  Tensor z = args.weight ? at::linear(rows, *args.weight, args.bias)
+             : args.bias ? rows + *args.bias
+                         : rows,
+         slope;
+  z = z.to(dtype);
   if (args.soft_cap != 0) {
     const Tensor share = at::tanh(z / args.soft_cap);
     z = share * args.soft_cap;
@@ -232,7 +255,8 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   if (e != 0) losses = losses + on_each * (all_weights * of.all - of.weighted);
   losses = losses.masked_fill(ignored, 0);
   const Tensor total = of.target_weight.sum();
-  const Tensor& bias = args.bias ? *args.bias : args.weight;
+  const Tensor &weight = args.weight ? *args.weight : args.x,
+               &bias = args.bias ? *args.bias : args.x;
   const auto reduced = [&] {
     if (args.reduction == "none") return losses.reshape_symint(args.targets.sym_sizes());
     return args.reduction == "sum" ? losses.sum() : losses.sum() / total;
@@ -240,7 +264,7 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   Results<6> results{mask[y] ? reduced() : masked_out(args.x, dtype),
                      mask[denominator] ? total : masked_out(args.x, dtype),
                      masked_out(args.x, gradient_dtype(args, args.x)),
-                     masked_out(args.weight, gradient_dtype(args, args.weight)),
+                     masked_out(weight, gradient_dtype(args, weight)),
                      masked_out(bias, gradient_dtype(args, bias)),
                      masked_out(args.targets)};
   if (mask[best]) results[best] = of.best.reshape_symint(args.targets.sym_sizes());
@@ -257,14 +281,14 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   if (args.factors)
     of_z = of_z * args.factors->reshape_symint({rows.sym_size(0)}).to(dtype).unsqueeze(1);
   of_z = of_z.masked_fill(ignored.unsqueeze(1), 0);
-  const at::ScalarType wide = gradient_dtype(args, args.weight);
-  const Tensor factor = of_z.to(args.weight.scalar_type()).to(wide);
+  const at::ScalarType wide = gradient_dtype(args, weight);
+  const Tensor factor = args.weight ? of_z.to(weight.scalar_type()).to(wide) : of_z;
   if (mask[grad_x])
-    results[grad_x] = at::matmul(factor, args.weight.to(wide))
+    results[grad_x] = (args.weight ? at::matmul(factor, weight.to(wide)) : factor)
                           .to(gradient_dtype(args, args.x))
                           .reshape_symint(args.x.sym_sizes());
   if (mask[grad_weight])
-    results[grad_weight] = at::matmul(factor.t(), rows.to(args.weight.scalar_type()).to(wide));
+    results[grad_weight] = at::matmul(factor.t(), rows.to(weight.scalar_type()).to(wide));
   if (mask[grad_bias]) results[grad_bias] = of_z.sum(0).to(gradient_dtype(args, *args.bias));
   return results;
 }
@@ -272,7 +296,7 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
 void LinearCrossEntropy::in_pieces(const Args& args, std::span<Tensor> results,
                                    int64_t logits_at_once) {
   if (logits_at_once == 0)  // a sum of the gradient of weight costs as much as some logits
-    logits_at_once = std::max(int64_t{1} << 25, args.weight.numel() / 8);
+    logits_at_once = std::max(int64_t{1} << 25, args.weight ? args.weight->numel() / 8 : 0);
   const Tensor x = args.x.reshape({args.targets.numel(), args.x.size(-1)}),
                targets = args.targets.reshape(-1);
   if (args.group_size > 1 || is_on_host(targets))  // before anything is computed
@@ -290,8 +314,9 @@ void LinearCrossEntropy::in_pieces(const Args& args, std::span<Tensor> results,
     const at::ScalarType dtype = is_float64(args) ? at::kDouble : at::kFloat;
     sums[result] = sums[result].defined() ? sums[result].add_(of_piece) : of_piece.to(dtype);
   };
-  const int64_t rows = targets.numel(), classes = std::max<int64_t>(args.weight.size(0), 1),
-                at_once = std::max<int64_t>(logits_at_once / classes, 1);
+  const int64_t rows = targets.numel(),
+                own = std::max<int64_t>(classes(args).guard_int(__FILE__, __LINE__), 1),
+                at_once = std::max<int64_t>(logits_at_once / own, 1);
   for (int64_t first = 0; first == 0 || first < rows; first += at_once) {
     const int64_t count = std::min(at_once, rows - first);
     const Tensor some_x = x.narrow(0, first, count), some_targets = targets.narrow(0, first, count);
@@ -330,7 +355,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
   using K = LinearCrossEntropy;
   const auto fits_kernels = [](const K::Args& args) {
     return Takes<kArithmetic, kArithmetic, kSeed, kArithmetic, kNumbers, kNumbers>::these(args) &&
-           args.x.scalar_type() == args.weight.scalar_type();
+           args.x.scalar_type() == K::logits_dtype(args);
   };
   const auto is_any = [](const K::Args&) { return true; };
   const auto in_pieces = [](const K::Args& args, std::span<Tensor> results) {
