@@ -17,6 +17,7 @@
 #include "bindings/hold.h"
 #include "bindings/op_call.h"
 #include "bindings/python_ops.h"
+#include "bindings/quantizers.h"
 #include "bindings/signature.h"
 #include "fusions/table.h"
 #include "kernel_ops/elementwise/join.h"
@@ -519,6 +520,7 @@ PYBIND11_MODULE(_C, module) {
   bind_autocast(module);
   bind_description(module);
   bind_python_ops(module);
+  bind_quantizers(module);
   bind_op_call(module);
 }
 

@@ -195,19 +195,6 @@ void bind_op_call(py::module_& module) {
       },
       py::arg("weight"), py::arg("quantizer"), py::arg("parts"), py::arg("workspace"),
       py::arg("said"));
-  module.def(
-      "recipe_quantizer",
-      [](const std::string& recipe, const std::string& role, const std::string& kind) {
-        const Role of = role == "input"    ? Role::input
-                        : role == "weight" ? Role::weight
-                                           : Role::grad_output;
-        return quantizer_text(recipe, of, kind);
-      },
-      py::arg("recipe"), py::arg("role"), py::arg("kind"),
-      "The text of the quantizer that a recipe, as JSON, has for a role of an op; empty: none.");
-  module.def(
-      "canonical_quantizer", [](const std::string& text) { return quantizer(text).text; },
-      py::arg("text"), "The text by which equal quantizers are known.");
   module.def("has_tangent", &kernel_ops::has_tangent, py::arg("x"),
              "Whether forward-mode differentiation follows x, requested below autograd too.");
   module.def(

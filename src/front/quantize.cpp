@@ -161,10 +161,6 @@ void check_numbers(at::ScalarType dtype) {
       name_of(dtype), ". Call dequantize(), and convert what it returns.");
 }
 
-Direction direction_of(size_t part) {
-  return part < kPartsOfCodes ? Direction::row : Direction::column;
-}
-
 /// Sorts the results of a quantizer into parts. Parts that serve both directions are the row parts.
 QuantizedParts parts_of(const kernel_ops::Results<group_size>& group, const Quantizer& quantizer,
                         bool rowwise, bool columnwise) {
@@ -221,7 +217,6 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
   for (size_t part = 0; part < kParts.size(); ++part) {
     const Tensor& tensor = parts.*kParts[part];
     const Direction direction = direction_of(part);
-    const size_t place = part % kPartsOfCodes;
     const bool is_wanted = (parts.*kParts[part_of(direction, 0)]).defined() &&
                            (!is_amax_part(part) || layout.has_amax);
     TORCH_CHECK_VALUE(tensor.defined() == is_wanted, "QuantizedTensor: expected ",
@@ -232,9 +227,7 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
     TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "QuantizedTensor: expected ", kNames[part],
                       " to be a strided tensor, got one of layout ", tensor.layout(),
                       ". Pass the parts that quantize made.");
-    const c10::SymDimVector expected = place == 0   ? sizes_of_codes(quantizer, numbers, direction)
-                                       : place == 1 ? layout.sizes(MatrixSize(numbers), direction)
-                                                    : c10::SymDimVector{1};
+    const c10::SymDimVector expected = sizes_of_part(quantizer, numbers, part);
     const at::ScalarType dtype = dtype_of_part(quantizer, part);
     const bool is_one = expected.empty() && tensor.numel() == 1;
     TORCH_CHECK_VALUE(tensor.scalar_type() == dtype &&

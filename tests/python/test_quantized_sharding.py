@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,6 +224,14 @@ def test_ranks_train_what_quantized_model_init_made(name):
 @pytest.mark.parametrize(("name", "rows"), [("current", 100), ("delayed", 64), ("mxfp8", 95), ("nvfp4", 95)])
 def test_shares_may_be_uneven(name, rows):
     on_ranks(3, check_made, name, rows)
+
+
+def test_ranks_with_fewer_rows_pack_parts_of_the_same_sizes():
+    """Also one whose column codes, two in a byte, have as many rows as its share."""
+    mesh = SimpleNamespace(size=lambda: 9, get_group=lambda: None)
+    shares = [tandem.quantize(torch.randn(rows, 64), QUANTIZERS["nvfp4"]) for rows in (16, 8)]
+    of_all, of_last = (share.fsdp_pre_all_gather(mesh, (136, 64), None, None, None) for share in shares)
+    assert of_all[1].sizes == of_last[1].sizes and [piece.shape for piece in of_all[0]] == [piece.shape for piece in of_last[0]]
 
 
 def test_a_share_may_be_empty():

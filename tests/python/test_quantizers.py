@@ -2,7 +2,9 @@
 
 import copy
 import io
+import itertools
 import pickle
+import re
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from test_block_recipes import in_blocks, in_fp4, in_fp4_by_four_or_six
 from test_mxfp8 import E4M3, E5M2, rounded
 
 import tandem
+from tandem.quantized.parts import PARTS, has_rows_of_x, places_of_rows, sizes_of_parts
+from tandem.quantized.quantizer import quantizer_of_text
+from tandem.quantized.traits import traits_of
 
 DTYPES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
@@ -219,3 +224,59 @@ def test_errors(make, kind, text):
 def test_a_vector_of_nothing_has_the_scale_of_both_directions() -> None:
     codes = tandem.quantize(torch.empty(0), tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn))
     assert codes.dequantize(columnwise=True).shape == codes.dequantize().shape == (0,)
+
+
+def known_texts():
+    """The text of each format with each kind of scale and the options that it has."""
+    with pytest.raises(ValueError, match="quantizer: expected a format among") as error:
+        traits_of("none")
+    formats = re.search("among (.*), got", str(error.value))[1].split(", ")
+    options = [("", option) for option in (":eps=0.5", ":pow2=1", ":2d=1", ":rht=1", ":sr=1", ":4over6=mae")]
+    found = {}
+    for pieces in itertools.product(formats, ("", ":current", ":delayed"), *options):
+        try:
+            found[traits_of("".join(pieces)).text] = None
+        except ValueError:
+            continue  # not an option of the format, or not together with another one
+    return [*found]
+
+
+def accepts(given, text):
+    try:
+        torch.ops.tandem.quantize(torch.ones(4, 4), given, text, [True, True, True])
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("text", known_texts())
+def test_traits_are_what_quantizing_shows(text):
+    traits, quantizer = traits_of(text), quantizer_of_text(text)
+    assert traits.text == text and type(quantizer).__name__ == traits.class_name
+    assert accepts(torch.tensor(7), text) == traits.takes_seed and accepts(None, traits.with_own_scale) == (not traits.takes_seed)
+    assert (traits.with_own_scale != text) == accepts(torch.ones(1), text)
+    for rows, columns in ((33, 70), (256, 128), (8, 16), (1, 5), (0, 16), (16, 0)):
+        x = torch.randn(rows, columns)
+        *parts, _ = torch.ops.tandem.quantize(x, quantizer._given(x), text, [True, True, True])
+        assert traits.serves_both_directions == (parts[3].shape == (0,))
+        shapes = [list(part.shape) for part in parts]
+        shapes = [*shapes[:3], *(shapes[:3] if traits.serves_both_directions else shapes[3:])]
+        assert sizes_of_parts(text, rows, columns) == dict(zip(PARTS, shapes, strict=True))
+        assert traits.has_amax == (parts[2].numel() == 1) and (shapes[0] == [rows, columns]) == (not traits.is_packed or columns == 0)
+        codes = quantizer.quantize(x)
+        assert [None if part is None else list(part.shape) for part in map(codes.__getattribute__, PARTS)] == [
+            shape if traits.has_amax or not name.startswith("amax") else None for name, shape in zip(PARTS, shapes, strict=True)
+        ]
+        assert (codes.columnwise_data is codes.rowwise_data) == traits.serves_both_directions
+    few, many = (sizes_of_parts(text, rows, 64) for rows in (1024, 2048))
+    for name, place in places_of_rows(text).items():
+        growth = {dim: end - begin for dim, (begin, end) in enumerate(zip(few[name], many[name], strict=True)) if begin != end}
+        assert growth == ({} if place is None else {place.dim: 1024 // place.rows}), name
+        assert has_rows_of_x(text, name) == (name.endswith("_data") and place == (0, 1))
+    x = torch.randn(256, 128)
+    whole, *halves = [quantizer.quantize(each) for each in (x, x[:128], x[128:])]
+    assert torch.equal(whole.rowwise_data, quantizer.quantize(x).rowwise_data) != traits.takes_seed
+    assert ((whole.dequantize(columnwise=True) - x).norm() > 0.5 * x.norm()) == traits.is_rotated
+    assert traits.joins == (not traits.is_packed and places_of_rows(text)["rowwise_scale_inv"] is not None)
+    for name in ("rowwise_data", "columnwise_data") if traits.joins else ():
+        assert torch.equal(torch.cat([getattr(half, name) for half in halves]), getattr(whole, name))

@@ -15,6 +15,7 @@ from tandem.ops.arguments import Fixed, drawing, flag, parameter_dtype, positive
 from tandem.ops.buffers import Entry
 from tandem.ops.delayed import ProductOperation, add_gradient, add_to_main_grad
 from tandem.ops.directions import Call
+from tandem.quantized.quantizer import seed_for
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -152,7 +153,8 @@ class GroupedLinear(ProductOperation):
         override = "high_precision" if call.recipe == "null" else json.loads(call.recipe).get("backward_override", "none")
         coded = {"none": ("grad_output", "input"), "dequantized": ("input",), "high_precision": ()}[override]
         texts = [_C.recipe_quantizer(call.recipe, role, self._kind) if role in coded else "" for role in ("grad_output", "input")]
-        given = [_seed_of(text, grad_y.device) for text in texts]
+        seeds = [seed_for(text, grad_y.device) if text else None for text in texts]
+        given = [torch.empty(0) if seed is None else seed for seed in seeds]
         versions = " ".join([str(0 if tensor.is_inference() else tensor._version) for tensor in (x, splits)])
         lines = torch.tensor([*"\n".join([versions, *texts]).encode()], dtype=torch.uint8)
         self.wgrad_store.context.append([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, *given, lines])
@@ -185,8 +187,3 @@ class GroupedLinear(ProductOperation):
 
     def extra_repr(self) -> str:
         return f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}"
-
-
-def _seed_of(text: str, device: torch.device) -> torch.Tensor:
-    """The seed for a quantizer that rounds stochastically; an empty tensor for other quantizers."""
-    return torch.randint(torch.iinfo(torch.int64).max, (), device=device) if ":sr=1" in text else torch.empty(0)

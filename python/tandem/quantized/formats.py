@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from tandem.ops.arguments import at_default, check_amax_group
+from tandem.quantized.parts import rows_of_blocks
 from tandem.quantized.quantizer import Quantizer
 from tandem.quantized.tensor import QuantizedTensor
+from tandem.quantized.traits import traits_of
 from tandem.quantized.views import ZEROS, Zeros, rows_of
 
-_FP4_ROWS = 16  # rows of a column block of NVFP4
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -62,8 +63,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
         scale, amax: None; other values raise NotImplementedError.
     """
 
-    _heads = ("fp8_e4m3:current", "fp8_e5m2:current")
-
     def __init__(
         self,
         fp8_dtype: torch.dtype,
@@ -105,7 +104,6 @@ class Float8Quantizer(Quantizer):
         fp8_dtype, rowwise, columnwise: as for `Float8CurrentScalingQuantizer`.
     """
 
-    _heads = ("fp8_e4m3:delayed", "fp8_e5m2:delayed")
     _held = {"scale": 1.0, "amax": 0.0}
 
     scale: torch.Tensor
@@ -136,8 +134,6 @@ class MXFP8Quantizer(Quantizer):
         with_2d_quantization: whether blocks are 32 by 32, so that one set of codes serves rows and columns.
     """
 
-    _heads = ("mxfp8_",)
-
     def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False) -> None:
         super().__init__(f"mxfp8_{_element(self, fp8_dtype)}" + (":2d=1" if with_2d_quantization else ""), rowwise, columnwise)
 
@@ -151,8 +147,6 @@ class Float8BlockQuantizer(Quantizer):
         force_pow_2_scales: whether scales are powers of two.
         block_scaling_dim: 1: blocks are 128 numbers of a row or column; 2: blocks are 128 by 128, and one set of codes serves rows and columns.
     """
-
-    _heads = ("fp8_1x128_", "fp8_128x128_")
 
     def __init__(
         self,
@@ -189,8 +183,6 @@ class NVFP4Quantizer(Quantizer):
         nvfp4_4over6_err_mode: the error of a block for `nvfp4_use_4over6`: "MAE", the sum of absolute errors, or "MSE", the sum of their squares.
         with_random_sign_mask: True with `with_rht`, as the signs of the transform are fixed; without `with_rht` it has no effect.
     """
-
-    _heads = ("nvfp4",)
 
     def __init__(
         self,
@@ -240,13 +232,10 @@ class NVFP4Quantizer(Quantizer):
     @property
     def stochastic_rounding(self) -> bool:
         """Whether numbers are rounded up or down at random."""
-        return ":sr=1" in self.text
+        return traits_of(self.text).takes_seed
 
     def _has_scale_of_all(self) -> bool:
-        return ":rht=1" not in self.text
-
-    def _given(self, x: torch.Tensor) -> torch.Tensor | None:
-        return torch.randint(torch.iinfo(torch.int64).max, (), device=x.device) if self.stochastic_rounding else None
+        return not traits_of(self.text).is_rotated
 
     def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
         if self._amax_group is None:
@@ -257,8 +246,8 @@ class NVFP4Quantizer(Quantizer):
                 "with_amax_reduction."
             )
         matrix, amax = x.reshape(-1, x.shape[-1]), _amax_of_all(x, self._amax_group)
-        rows = matrix.shape[0]
-        more = matrix.new_zeros(-rows % _FP4_ROWS + _FP4_ROWS, x.shape[-1])  # whole blocks after x, one of which contains the shared amax
+        rows, unit = matrix.shape[0], rows_of_blocks(self.text)
+        more = matrix.new_zeros(-rows % unit + unit, x.shape[-1])  # whole blocks after x, one of which contains the shared amax
         more[-1, 0] = amax[0]
         codes = super()._quantized(torch.cat([matrix, more]))
         codes.__dict__[ZEROS] = Zeros()  # the rows after x may be taken for its padding
@@ -287,12 +276,7 @@ def quantize(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
     return quantizer.quantize(x)
 
 
-_CASTS = {
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-    torch.float8_e8m0fnu: "e8m0",
-    torch.float4_e2m1fn_x2: "e2m1",
-}
+_CASTS = {**_ELEMENTS, torch.float8_e8m0fnu: "e8m0", torch.float4_e2m1fn_x2: "e2m1"}
 
 
 def _cast_format(function: str, dtype: torch.dtype) -> str:

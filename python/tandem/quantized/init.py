@@ -16,6 +16,7 @@ from tandem.quantized.parameters import codes_of, for_share, in_codes, is_shared
 from tandem.quantized.parts import PARTS, rows_of_blocks
 from tandem.quantized.quantizer import Quantizer, quantizer_of_text
 from tandem.quantized.tensor import QuantizedTensor
+from tandem.quantized.traits import traits_of
 from tandem.quantized.views import FIRST_NUMBERS
 from tandem.recipe import Float8CurrentScaling, Recipe
 from tandem.recipe.base import check_recipe
@@ -28,7 +29,6 @@ class _Init(NamedTuple):
 
 _in_force: contextvars.ContextVar[_Init | None] = contextvars.ContextVar("tandem.quantized_model_init", default=None)
 _PENDING = "_quantized_init"  # attribute of a module that must quantize its weights once they have values
-_AS_GIVEN = ":delayed"  # delayed scaling has no scales yet, so the scale of the weight itself is taken instead
 
 
 @contextlib.contextmanager
@@ -70,16 +70,16 @@ fp8_model_init = quantized_model_init  # the older name of the function
 
 def _quantizer(recipe: Recipe, kind: str) -> Quantizer | None:
     text = _C.recipe_quantizer(recipe.to_json(), "weight", kind)
-    return quantizer_of_text(text.replace(_AS_GIVEN, ":current:eps=0:pow2=0")) if text else None
+    return quantizer_of_text(traits_of(text).with_own_scale) if text else None  # delayed scaling has no scales yet
 
 
 def _check_blocks(module: Any, parts: list[str], quantizer: Quantizer) -> None:
-    """Raises ValueError if a part of a joined weight ends inside a block, as the parts are one operand of a product. NVFP4 parts are dequantized instead."""
-    if quantizer.text.startswith("nvfp4"):
+    """Raises ValueError if a part of a joined weight ends inside a block, as the codes of the parts are one operand. Those that do not join are dequantized."""
+    if not traits_of(quantizer.text).joins:
         return
     for name in parts[:-1]:
-        rows, columns = module._parameters[name].shape
-        if rows % (unit := rows_of_blocks(quantizer.text, columns, PARTS)):
+        rows = module._parameters[name].shape[0]
+        if rows % (unit := rows_of_blocks(quantizer.text)):
             raise ValueError(
                 f"{module._get_name()}: expected parts in whole blocks inside quantized_model_init, each but the last a multiple of {unit} rows, got {name} with "
                 f"{rows}. Build one module for each part, or use a format with smaller blocks."

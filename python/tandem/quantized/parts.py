@@ -1,4 +1,4 @@
-"""The parts of a quantized tensor: their sizes, and which slice of each part belongs to which rows."""
+"""The parts of a quantized tensor: their names and sizes, and which slice of each part belongs to which rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from tandem import _C
+from tandem.quantized.traits import traits_of
 
 PARTS = (  # in the order of the library's groups
     "rowwise_data",
@@ -19,8 +22,6 @@ PARTS = (  # in the order of the library's groups
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of dequantized values
 
-_SOME_ROWS = 1024  # a multiple of the block size of every format
-
 
 class Place(NamedTuple):
     """How a part grows with the rows of the tensor: by one along `dim` for each `rows` rows."""
@@ -29,44 +30,43 @@ class Place(NamedTuple):
     rows: int
 
 
-@functools.cache
-def sizes_of_parts(text: str, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
+def sizes_of_parts(text: str, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
     """The size of each part of a matrix [rows, columns] under the quantizer of a text, by the names in PARTS."""
-    parts = _parts_of_nothing(text, rows, columns)
-    if serves_both(text):
-        parts[3:5] = parts[:2]
-    return {name: tuple(part.shape) for name, part in zip(PARTS, parts, strict=True)}
+    return dict(zip(PARTS, _C.sizes_of_parts(text, rows, columns), strict=True))
 
 
 @functools.cache
-def serves_both(text: str) -> bool:
-    """Whether one set of codes serves as row codes and as column codes."""
-    parts = _parts_of_nothing(text, _SOME_ROWS, _SOME_ROWS)
-    return parts[3].numel() == 0 and parts[5].numel() == 0
-
-
-def _parts_of_nothing(text: str, rows: int, columns: int) -> list[torch.Tensor]:
-    x = torch.empty(rows, columns, device="meta")
-    given = torch.empty((), device="meta", dtype=torch.int64 if ":sr=1" in text else torch.float32) if ":sr=1" in text or ":delayed" in text else None
-    *parts, _ = torch.ops.tandem.quantize(x, given, text, [True, True, True])
-    return parts
-
-
-@functools.cache
-def places_of_rows(text: str, columns: int) -> Mapping[str, Place | None]:
+def places_of_rows(text: str) -> Mapping[str, Place | None]:
     """The `Place` of each part; None: the part has one value for all rows."""
-    some, more = (sizes_of_parts(text, rows, columns) for rows in (_SOME_ROWS, 2 * _SOME_ROWS))
-    places: dict[str, Place | None] = {}
-    for name in PARTS:
-        growth = [(dim, many - few) for dim, (few, many) in enumerate(zip(some[name], more[name], strict=True)) if many != few]
-        places[name] = Place(growth[0][0], _SOME_ROWS // growth[0][1]) if growth else None
-    return places
+    return {name: Place(dim, rows) if rows else None for name, (dim, rows) in zip(PARTS, _C.rows_of_parts(text), strict=True)}
 
 
-def rows_of_blocks(text: str, columns: int, names: Sequence[str]) -> int:
+def rows_of_blocks(text: str, names: Sequence[str] = PARTS) -> int:
     """The number of rows of the largest block of these parts."""
-    places = places_of_rows(text, columns)
+    places = places_of_rows(text)
     return max((place.rows for name in names if (place := places[name]) is not None), default=1)
+
+
+def has_rows_of_x(text: str, name: str) -> bool:
+    """Whether a part has all dimensions of x but the last, as codes do unless they are packed along the rows."""
+    return name == "rowwise_data" or name == "columnwise_data" and not traits_of(text).is_packed
+
+
+def distinct(x: Any) -> dict[str, torch.Tensor]:
+    """The parts of a quantized tensor by name, each tensor once: one that serves both directions has the name of the row part."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name in PARTS:
+        if (part := getattr(x, name)) is not None:
+            found.setdefault(id(part), (name, part))
+    return dict(found.values())
+
+
+def in_order(parts: Mapping[str, torch.Tensor], has_columns: bool) -> list[torch.Tensor | None]:
+    """The parts that `distinct` names, in the order of PARTS. With `has_columns` row codes are column codes too, unless there are separate ones."""
+    found = [parts.get(name) for name in PARTS]
+    if has_columns and found[3] is None:
+        found[3:5] = found[:2]
+    return found
 
 
 def padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

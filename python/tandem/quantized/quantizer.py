@@ -10,10 +10,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from tandem import _C
 from tandem.compilers.tracing import constant_while_traced
 from tandem.quantized.parts import DTYPES
 from tandem.quantized.tensor import QuantizedTensor, in_directions
+from tandem.quantized.traits import traits_of
 
 
 class Quantizer:
@@ -28,16 +28,11 @@ class Quantizer:
     rowwise: bool
     columnwise: bool
 
-    _heads: ClassVar[tuple[str, ...]] = ()  # beginnings of the texts of a class
-    _kinds: ClassVar[dict[str, type[Quantizer]]] = {}  # the class of each beginning
     _held: ClassVar[dict[str, float]] = {}  # names and initial values of the tensors [1] that a quantizer has as attributes
     _amax_group: Any = None  # process group whose ranks each quantize a part of a tensor and share its amax; None: this process quantizes the whole
 
-    def __init_subclass__(cls) -> None:
-        Quantizer._kinds.update(dict.fromkeys(vars(cls).get("_heads", ()), cls))
-
     def __init__(self, text: str, rowwise: bool, columnwise: bool) -> None:
-        self.text = _canonical(text)
+        self.text = traits_of(text).text
         self.set_usage(rowwise=bool(rowwise), columnwise=bool(columnwise))
 
     def quantize(self, x: torch.Tensor, *, out: QuantizedTensor | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
@@ -129,15 +124,16 @@ class Quantizer:
     def _codes(self, x: torch.Tensor) -> tuple[QuantizedTensor, torch.Tensor]:
         """x as codes and scales, and the amax of x in this process."""
         *parts, amax = torch.ops.tandem.quantize(x, self._given(x), self.text, [self.rowwise, self.columnwise, True])
-        if parts[2].numel() == parts[5].numel() == 0:  # a format without second level of scale
-            if parts[4].dim() == 1:  # absent: one value serves both directions
-                parts[3:5] = None, None
+        traits = traits_of(self.text)
+        if traits.serves_both_directions:
+            parts[3] = parts[4] = None
+        if not traits.has_amax:
             parts[2] = parts[5] = None
         return in_directions(parts, self, x.dtype, x.shape), amax
 
     def _given(self, x: torch.Tensor) -> torch.Tensor | None:
         """The operand of the kernel besides x: a scale, or the seed of stochastic rounding; None: there is none."""
-        return None
+        return seed_for(self.text, x.device)
 
     def _of_all(self, group: Any) -> Quantizer:
         """A copy whose ranks share an amax, each quantizing a part of one tensor; itself if all scales are per block."""
@@ -231,14 +227,15 @@ def _tell_dynamo() -> None:
         globals()["_quantized_apart"] = torch.compiler.disable(_quantized, reason="processes that share an amax quantize together")
 
 
-@constant_while_traced
-def _canonical(text: str) -> str:
-    return _C.canonical_quantizer(text)
+def seed_for(text: str, device: torch.device) -> torch.Tensor | None:
+    """A seed for the quantizer of a text, drawn from the generator of a device; None if the quantizer takes none."""
+    return torch.randint(torch.iinfo(torch.int64).max, (), device=device) if traits_of(text).takes_seed else None
 
 
 def quantizer_of_text(text: str, rowwise: bool = True, columnwise: bool = True, *given: Any) -> Quantizer:
     """The quantizer of a text that kernel ops read; `given` are its tensors in the order of `_held`."""
-    kind = next((kind for head, kind in Quantizer._kinds.items() if text.startswith(head)), Quantizer)
+    name = traits_of(text).class_name
+    kind = next((kind for kind in Quantizer.__subclasses__() if kind.__name__ == name), Quantizer)  # the library's classes are the first
     made: Quantizer = kind.__new__(kind)
     made.text, made.rowwise, made.columnwise = text, rowwise, columnwise
     for at, (name, first) in enumerate(kind._held.items()):

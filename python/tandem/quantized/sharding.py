@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tandem.quantized.parts import PARTS, padded, places_of_rows, rows_of_blocks, sizes_of_parts
+from tandem.quantized.parts import PARTS, has_rows_of_x, in_order, padded, places_of_rows, rows_of_blocks, sizes_of_parts
 
 
 class _Shared(NamedTuple):
@@ -37,7 +37,7 @@ def pre_all_gather(
     names = [name for name in self.__tensor_flatten__()[0] if name in PARTS]
     text, inner = self.quantizer.text, math.prod(self.shape[1:-1])
     greatest = -(-outer_size[0] // ranks)
-    unit = rows_of_blocks(text, self.shape[-1], names)
+    unit = rows_of_blocks(text, names)
     if ranks > 1 and greatest * inner % unit:
         raise ValueError(
             f"fully_shard: expected {ranks} ranks to share the first dimension of a quantized parameter in whole blocks, each a multiple of {unit} rows but "
@@ -49,10 +49,7 @@ def pre_all_gather(
     rows = [min(max(outer_size[0] - rank * greatest, 0), greatest) for rank in range(ranks)]
     parts = [getattr(self, name) for name in names]
     sizes = sizes_of_parts(text, greatest * inner, self.shape[-1])
-    greatest_sizes = [
-        (greatest, *part.shape[1:]) if name.endswith("data") and part.shape[:-1] == self.shape[:-1] else sizes[name]
-        for name, part in zip(names, parts, strict=True)
-    ]
+    greatest_sizes = [(greatest, *part.shape[1:]) if has_rows_of_x(text, name) else sizes[name] for name, part in zip(names, parts, strict=True)]
     is_even = ranks > 1 and len(set(rows)) == 1
     shared = _Shared(
         alone, names, self.columnwise_data is not None, tuple(outer_size), [part.dtype for part in parts], greatest_sizes, rows, is_even
@@ -76,11 +73,10 @@ def post_all_gather(
     parts: dict[str, torch.Tensor] = {}
     made: list[torch.Tensor] = []
     for index, name in enumerate(metadata.names):
-        is_like_x = name.endswith("data") and metadata.sizes[index][:-1] == (max(metadata.rows), *metadata.shape[1:-1])
-        if is_like_x and metadata.is_even:
+        if metadata.is_even and has_rows_of_x(metadata.quantizer.text, name):
             parts[name] = all_gather_outputs[index]
             continue
-        part = _joined(name, [each[index] for each in of_ranks], metadata, sizes[name], is_like_x)
+        part = _joined(name, [each[index] for each in of_ranks], metadata, sizes[name])
         if whole is None:
             parts[name] = part.clone()
             made.append(parts[name])
@@ -90,9 +86,7 @@ def post_all_gather(
                 target.copy_(part)
     if whole is not None:
         return None
-    if metadata.has_columns and "columnwise_data" not in parts:
-        parts["columnwise_data"], parts["columnwise_scale_inv"] = parts["rowwise_data"], parts["rowwise_scale_inv"]
-    gathered = self._of([parts.get(name) for name in PARTS], metadata.shape, param_dtype)
+    gathered = self._of(in_order(parts, metadata.has_columns), metadata.shape, param_dtype)
     gathered.quantizer = metadata.quantizer
     return gathered, tuple(made)
 
@@ -118,12 +112,12 @@ def _of_ranks(gathered: Sequence[torch.Tensor], shared: _Shared) -> list[list[to
     return found
 
 
-def _joined(name: str, of_ranks: Sequence[torch.Tensor], shared: _Shared, sizes: Sequence[int], is_like_x: bool) -> torch.Tensor:
+def _joined(name: str, of_ranks: Sequence[torch.Tensor], shared: _Shared, sizes: Sequence[int]) -> torch.Tensor:
     """A part of the whole parameter, joined from that part of each rank that has rows."""
     with_rows = [(part, rows) for part, rows in zip(of_ranks, shared.rows, strict=True) if rows]
-    if is_like_x:
+    if has_rows_of_x(shared.quantizer.text, name):
         return torch.cat([part[:rows] for part, rows in with_rows])
-    place = places_of_rows(shared.quantizer.text, shared.shape[-1])[name]
+    place = places_of_rows(shared.quantizer.text)[name]
     if place is None:
         first = with_rows[0][0]
         if any(not torch.equal(part, first) for part, _ in with_rows):

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tandem.quantized.parts import PARTS, matrix_rows, sizes_of_parts
+from tandem.quantized.parts import PARTS, distinct, in_order, matrix_rows, sizes_of_parts
 from tandem.quantized.quantizer import quantizer_of_text
-from tandem.quantized.tensor import QuantizedTensor, assembled, distinct
+from tandem.quantized.tensor import QuantizedTensor, assembled
 
 _QUANTIZER = "quantizer"  # last word of the key under which a state dict has the quantizer's text as bytes
 _TEXT_BYTES = 64  # texts are padded to this length, so that a checkpoint of another format loads in place
@@ -37,8 +37,7 @@ def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[s
         saved = state_dict.pop(key + _QUANTIZER, None)
         if not given or param is None:
             continue
-        held = distinct(param) if isinstance(param, QuantizedTensor) else {}
-        own = param.quantizer.text if isinstance(param, QuantizedTensor) else ""
+        own, held = (param.quantizer.text, distinct(param)) if isinstance(param, QuantizedTensor) else ("", {})
         if saved is None and own:
             missing.append(key + _QUANTIZER)
         text = own if saved is None else bytes(saved.tolist()).decode().rstrip()
@@ -48,10 +47,7 @@ def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[s
                     raise RuntimeError(
                         f"{key}{part}: expected shape {list(tensor.shape)}, got {list(given[part].shape)}. Load the state of the same module."
                     )
-            made = {part: given.get(part) for part in held}
-            if param.columnwise_data is not None and "columnwise_data" not in held:
-                made.update({part: made[part.replace("column", "row")] for part in ("columnwise_data", "columnwise_scale_inv")})
-            state_dict[prefix + name] = param._of([made.get(part) for part in PARTS])
+            state_dict[prefix + name] = param._of(in_order({part: given[part] for part in held}, param.columnwise_data is not None))
             continue
         if not text:
             raise RuntimeError(

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from tandem.quantized.parts import DTYPES, PARTS, serves_both
+from tandem.quantized.parts import DTYPES, PARTS, distinct, in_order
 from tandem.quantized.sharding import post_all_gather, pre_all_gather
+from tandem.quantized.traits import traits_of
 from tandem.quantized.views import (
     FIRST_NUMBERS,
     SHARING,
@@ -127,11 +128,7 @@ class QuantizedTensor(torch.Tensor):
     def __tensor_unflatten__(parts: dict[str, Any], context: tuple[Any, ...], size: Any, stride: Any) -> QuantizedTensor:
         held, dtype, has_columns, requires_grad, is_sharing = context
         quantizer = held.quantizer._holding([parts[name] for name in _GIVEN if name in parts])
-        row, row_scale, row_amax, column, column_scale, column_amax = [parts.get(name) for name in PARTS]
-        if has_columns and column is None:
-            column, column_scale = row, row_scale
-        made = QuantizedTensor(row, row_scale, column, column_scale, quantizer, dtype, requires_grad, row_amax, column_amax, size)
-        return made._sharing(is_sharing)
+        return assembled(in_order(parts, has_columns), quantizer, dtype, size, requires_grad)._sharing(is_sharing)
 
     _given_scale, _given_amax = property(lambda self: self.quantizer.scale), property(lambda self: self.quantizer.amax)
 
@@ -258,8 +255,8 @@ class QuantizedTensor(torch.Tensor):
         False while tracing, and for quantizers with a given or shared scale or stochastic rounding, whose codes each write computes."""
         if isinstance(numbers, QuantizedTensor) or (numbers.shape, numbers.dtype, numbers.device) != (self.shape, self.dtype, self.device):
             return False
-        quantizer, text = self.quantizer, self.quantizer.text
-        if quantizer._amax_group is not None or quantizer._tensors() or ":sr=1" in text or self.rowwise_data is None and ":rht=1" in text:
+        quantizer, traits = self.quantizer, traits_of(self.quantizer.text)
+        if quantizer._amax_group is not None or quantizer._tensors() or traits.takes_seed or self.rowwise_data is None and traits.is_rotated:
             return False
         if any(type(part) is not torch.Tensor or part.is_meta for part in distinct(self).values()):
             return False
@@ -296,7 +293,7 @@ class QuantizedTensor(torch.Tensor):
         for (name, is_there), is_wanted in zip(there.items(), wanted, strict=True):
             if is_wanted and not is_there:
                 other = "columnwise" if name == "rowwise" else "rowwise"
-                if not serves_both(self.quantizer.text):
+                if not traits_of(self.quantizer.text).serves_both_directions:
                     raise RuntimeError(
                         f"update_usage: expected {name} codes that are there or the same as {other} ones, got a tensor of {self.quantizer!r} without. Quantize "
                         f"with {name}=True."
@@ -332,7 +329,7 @@ class QuantizedTensor(torch.Tensor):
         do not exist, or rotated ones without `columnwise`, raise ValueError."""
         if isinstance(columnwise, torch.dtype):
             columnwise, dtype = False, columnwise
-        is_rotated = columnwise and ":rht=1" in self.quantizer.text
+        is_rotated = columnwise and traits_of(self.quantizer.text).is_rotated
         if (torch.is_grad_enabled() and self.requires_grad or has_tangent(self)) and not is_rotated:
             made: torch.Tensor = _Dequantized.apply(self, columnwise, dtype)  # type: ignore[no-untyped-call]
             return made
@@ -340,12 +337,11 @@ class QuantizedTensor(torch.Tensor):
 
     def _numbers(self, columnwise: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`dequantize` without recording a gradient."""
-        is_rotated = ":rht=1" in self.quantizer.text
+        is_rotated = traits_of(self.quantizer.text).is_rotated
         if not columnwise and self.rowwise_data is None and is_rotated:
             raise ValueError("dequantize: expected codes of rows, got rotated ones of columns, which do not tell the numbers. Pass columnwise=True for those.")
         columnwise = columnwise or self.rowwise_data is None
-        row, row_scale, row_amax, column, column_scale, column_amax = [getattr(self, name) for name in PARTS]
-        data, scale, amax = (column, column_scale, column_amax) if columnwise else (row, row_scale, row_amax)
+        data, scale, amax = [getattr(self, name) for name in (PARTS[3:] if columnwise else PARTS[:3])]
         if data is None or scale is None:
             raise ValueError("dequantize: expected columnwise codes, got a tensor quantized without. Build the quantizer with columnwise=True.")
         sizes = None if columnwise and is_rotated else list(self.shape)
@@ -424,9 +420,12 @@ class _Dequantized(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None, None
 
 
-def assembled(parts: Sequence[torch.Tensor | None], quantizer: Any, dtype: torch.dtype, shape: Sequence[int]) -> QuantizedTensor:
+def assembled(
+    parts: Sequence[torch.Tensor | None], quantizer: Any, dtype: torch.dtype, shape: Sequence[int], requires_grad: bool = False
+) -> QuantizedTensor:
+    """A quantized tensor of parts in the order of PARTS."""
     row, row_scale, row_amax, column, column_scale, column_amax = parts
-    return QuantizedTensor(row, row_scale, column, column_scale, quantizer, dtype, amax_rowwise=row_amax, amax_columnwise=column_amax, shape=shape)
+    return QuantizedTensor(row, row_scale, column, column_scale, quantizer, dtype, requires_grad, row_amax, column_amax, shape)
 
 
 def in_directions(parts: Sequence[torch.Tensor | None], quantizer: Any, dtype: torch.dtype, shape: Sequence[int]) -> QuantizedTensor:
@@ -446,12 +445,3 @@ def _rebuilt(
 
 
 torch.serialization.add_safe_globals([_rebuilt])
-
-
-def distinct(x: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """The parts by name, each tensor once: one that serves both directions has the name of the row part."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name in PARTS:
-        if (part := getattr(x, name)) is not None:
-            found.setdefault(id(part), (name, part))
-    return dict(found.values())

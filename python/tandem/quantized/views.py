@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tandem import _C
-from tandem.quantized.parts import DTYPES, PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
+from tandem.quantized.parts import DTYPES, distinct, has_rows_of_x, in_order, matrix_rows, padded, places_of_rows, sizes_of_parts
 
 SHARING = "_shares_scales"  # attribute of a row slice: True if its parts serve other rows too, or the `Zeros` of its source
 FIRST_NUMBERS = "_high_precision_init_val"  # attribute of a parameter: a list of its unquantized numbers, or of None once they are cleared
@@ -88,7 +88,7 @@ def collective(function: Any, args: Any) -> Any:
         )
     before = whole._numbers() if whole._first_numbers() is not None else None
     whole._check_writable()
-    for part in {id(part): part for part in (getattr(whole, part) for part in PARTS) if part is not None}.values():
+    for part in distinct(whole).values():
         result = function([part], *args[1:])
         result[1].wait()
         torch.autograd.graph.increment_version(part)
@@ -193,17 +193,11 @@ def _viewed(x: Any, shape: Sequence[int]) -> torch.Tensor | None:
         sizes[sizes.index(-1)] = x.numel() // rest if rest else -1
     if not sizes or not x.dim() or sizes[-1] != x.shape[-1] or math.prod(sizes) != x.numel():
         return None
-
-    def viewed(part: torch.Tensor | None) -> torch.Tensor | None:
-        return None if part is None else part.view(*sizes[:-1], part.shape[-1])
-
-    row, row_scale, row_amax, column, column_scale, column_amax = [getattr(x, name) for name in PARTS]
-    row_viewed = viewed(row)
-    if column is row:
-        column = row_viewed
-    elif column is not None and not x.quantizer.text.startswith("nvfp4"):  # NVFP4 packs column codes by rows of the matrix
-        column = viewed(column)
-    made = x._of([row_viewed, row_scale, row_amax, column, column_scale, column_amax], sizes)
+    parts = distinct(x)
+    for name in parts:
+        if has_rows_of_x(x.quantizer.text, name):
+            parts[name] = parts[name].view(*sizes[:-1], parts[name].shape[-1])
+    made = x._of(in_order(parts, x.columnwise_data is not None), sizes)
     return _like(x, made, tells_first=sizes == list(x.shape))
 
 
@@ -211,34 +205,30 @@ def rows_of(x: Any, first: int, last: int) -> Any:
     """A slice of the first dimension; None if a block lies across one of its ends. Codes and scales are views unless the slice needs padding."""
     inner = math.prod(x.shape[1:-1])
     begin, count = first * inner, (last - first) * inner
-    places = places_of_rows(x.quantizer.text, x.shape[-1])
-    sizes = sizes_of_parts(x.quantizer.text, count, x.shape[-1])
-    done: dict[int, torch.Tensor] = {}
-    parts: list[torch.Tensor | None] = []
+    text = x.quantizer.text
+    places, sizes = places_of_rows(text), sizes_of_parts(text, count, x.shape[-1])
+    parts = distinct(x)
     zeros: Zeros | None = x.__dict__.get(ZEROS)
     is_before_zeros = zeros is not None and zeros.begin(first, last)
     is_all, ends = count == matrix_rows(x) or is_before_zeros, last == x.shape[0] or is_before_zeros
     mark = x.__dict__.get(SHARING)
     is_sharing = mark is True or mark is not None and not is_all
-    for name in PARTS:
-        part, place, size = getattr(x, name), places[name], sizes[name]
-        if part is not None and id(part) not in done:
-            if name.endswith("data") and part.shape[:-1] == x.shape[:-1]:
-                done[id(part)] = part[first:last]
-            elif place is None:
-                done[id(part)] = part
-                is_sharing |= not is_all
-            elif begin % place.rows:
-                return None
-            else:
-                own = part.narrow(place.dim, begin // place.rows, min(size[place.dim], part.shape[place.dim] - begin // place.rows))
-                done[id(part)] = padded(own, size)
-                is_copy = done[id(part)] is not own
-                is_sharing |= is_copy or not ends and own.shape[place.dim] * place.rows > count
-        parts.append(None if part is None else done[id(part)])
+    for name, part in parts.items():
+        place, size = places[name], sizes[name]
+        if has_rows_of_x(text, name):
+            parts[name] = part[first:last]
+        elif place is None:
+            is_sharing |= not is_all
+        elif begin % place.rows:
+            return None
+        else:
+            own = part.narrow(place.dim, begin // place.rows, min(size[place.dim], part.shape[place.dim] - begin // place.rows))
+            parts[name] = padded(own, size)
+            is_sharing |= parts[name] is not own or not ends and own.shape[place.dim] * place.rows > count
     if any(place is not None and (not ends and (begin + count) % place.rows) for place in places.values()):
         return None
-    return x._of(parts, (last - first, *x.shape[1:]))._sharing(is_sharing or mark or (zeros if is_before_zeros else None))
+    made = x._of(in_order(parts, x.columnwise_data is not None), (last - first, *x.shape[1:]))
+    return made._sharing(is_sharing or mark or (zeros if is_before_zeros else None))
 
 
 def levels(x: torch.Tensor) -> list[torch.Tensor]:
@@ -273,8 +263,7 @@ def _split(x: Any, size: int, dim: int = 0) -> Any:
 def _zeros(x: Any, size: Sequence[int], **traits: Any) -> Any:
     if not size or not x.dim() or size[-1] != x.shape[-1] or traits.get("dtype") not in (None, x.dtype):
         return None
-    made = x.quantizer._of_its_own()._quantized(torch.zeros(size, dtype=x.dtype, device=traits.get("device") or x.device))
-    made.quantizer = x.quantizer
+    made = x.quantizer.make_empty(size, dtype=x.dtype, device=traits.get("device") or x.device)
     made.__dict__[ZEROS] = Zeros()
     return made
 

@@ -28,23 +28,6 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-/// `dim`: the dimension of scales that grows with a matrix's rows; `rows`: how many rows share a
-/// scale, 0 if all do.
-struct OfRows {
-  int64_t dim = 0, rows = 0;
-};
-OfRows rows_of_scales(const Quantizer& quantizer, Direction direction) {
-  constexpr int64_t kSome = 1024;  // whole blocks of every format
-  const auto sizes = [&](int64_t rows) {
-    return quantizer.format->layout.sizes(MatrixSize(c10::SymDimVector{rows, kSome}), direction);
-  };
-  const auto few = sizes(kSome), many = sizes(2 * kSome);
-  for (size_t dim = 0; dim < few.size(); ++dim)
-    if (const auto more = (many[dim] - few[dim]).expect_int(); more != 0)
-      return {static_cast<int64_t>(dim), kSome / more};
-  return {};
-}
-
 }  // namespace
 
 void check_pieces(at::TensorList pieces) {
@@ -110,13 +93,13 @@ at::Tensor joined(at::TensorList pieces, bool may_view) {
 
 bool codes_join(const Quantizer& quantizer) {
   return !quantizer.format->layout.has_amax && !is_packed(quantizer) &&
-         rows_of_scales(quantizer, Direction::row).rows != 0 &&
-         rows_of_scales(quantizer, Direction::column).rows != 0;
+         rows_of_part(quantizer, row_scale).rows != 0 &&
+         rows_of_part(quantizer, column_scale).rows != 0;
 }
 
 at::Tensor joined_scales(at::TensorList scales, at::TensorList codes, const Quantizer& quantizer,
                          Direction direction, bool may_view) {
-  const auto [dim, height] = rows_of_scales(quantizer, direction);
+  const auto [dim, height] = rows_of_part(quantizer, part_of(direction, 1));
   std::vector<at::Tensor> own;
   for (size_t i = 0; i < scales.size(); ++i) {
     const c10::SymInt rows = MatrixSize(codes[i].sym_sizes()).rows;

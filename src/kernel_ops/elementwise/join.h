@@ -30,7 +30,7 @@ at::Tensor joined(at::TensorList pieces, bool may_view);
 
 /// Whether the codes of joined matrices can be joined too, if each matrix but the last ends with a
 /// block: the codes are not packed, and no scale or amax belongs to all rows.
-bool codes_join(const Quantizer& quantizer);
+TANDEM_API bool codes_join(const Quantizer& quantizer);
 /// The scales of joined matrices in one direction. `codes`: the codes of each matrix.
 ///
 /// Throws: c10::ValueError if a matrix other than the last ends within a block.

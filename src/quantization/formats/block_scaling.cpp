@@ -213,6 +213,7 @@ const CodeLayout kSquareScale{
 
 const ScalingDef kBlockScaling{
     .name = "",
+    .class_name = "Float8BlockQuantizer",
     .has_epsilon = true,
     .has_power_of_two = true,
     .reference = line_blocks::reference,

@@ -292,6 +292,27 @@ c10::SymDimVector sizes_of_numbers(const Quantizer& quantizer, c10::SymIntArrayR
   return {codes.begin(), codes.end()};
 }
 
+c10::SymDimVector sizes_of_part(const Quantizer& quantizer, c10::SymIntArrayRef numbers,
+                                size_t group_part) {
+  if (group_part == group_amax) return {};
+  if (is_amax_part(group_part)) return {1};
+  const Direction direction = direction_of(group_part);
+  if (group_part == part_of(direction, 0)) return sizes_of_codes(quantizer, numbers, direction);
+  return quantizer.format->layout.sizes(MatrixSize(numbers), direction);
+}
+
+OfRows rows_of_part(const Quantizer& quantizer, size_t group_part) {
+  constexpr int64_t kSome = 1024;  // whole blocks of every format
+  const auto sizes = [&](int64_t rows) {
+    return sizes_of_part(quantizer, c10::SymDimVector{rows, kSome}, group_part);
+  };
+  const auto few = sizes(kSome), many = sizes(2 * kSome);
+  for (size_t dim = 0; dim < few.size(); ++dim)
+    if (const auto more = (many[dim] - few[dim]).expect_int(); more != 0)
+      return {static_cast<int64_t>(dim), kSome / more};
+  return {};
+}
+
 std::span<const FormatDef> formats() { return kFormats; }
 
 namespace kernel_ops {
@@ -311,16 +332,9 @@ Specs<group_size> group_specs(const char* op, c10::SymIntArrayRef sizes,
   if (takes == Given::seed) check_seed(op, *given);
   const GroupMask written = written_of(quantizer, mask);
   Specs<group_size> specs;
-  const auto spec = [&](size_t part, c10::SymDimVector sizes_of_part) {
-    specs[part] = {std::move(sizes_of_part), dtype_of_part(quantizer, part),
+  for (size_t part = 0; part < group_size; ++part)
+    specs[part] = {sizes_of_part(quantizer, sizes, part), dtype_of_part(quantizer, part),
                    is_written(quantizer, written, part)};
-  };
-  for (const Direction direction : {Direction::row, Direction::column}) {
-    spec(part_of(direction, 0), sizes_of_codes(quantizer, sizes, direction));
-    spec(part_of(direction, 1), quantizer.format->layout.sizes(MatrixSize(sizes), direction));
-    spec(part_of(direction, 2), {1});
-  }
-  spec(group_amax, {});
   return specs;
 }
 

@@ -80,6 +80,8 @@ enum class Given : uint8_t {
 struct ScalingDef {
   /// "current"; empty if the format has only one kind.
   std::string_view name;
+  /// The class of the fronts that has these options: "MXFP8Quantizer".
+  std::string_view class_name;
   bool has_epsilon = false, has_power_of_two = false, has_square_blocks = false,
        has_hadamard = false, has_stochastic_rounding = false, has_four_over_six = false;
   /// Whether the quantization scale is an operand instead of being computed from x.
@@ -127,6 +129,17 @@ c10::SymDimVector sizes_of_codes(const Quantizer& quantizer, c10::SymIntArrayRef
                                  Direction direction);
 c10::SymDimVector sizes_of_numbers(const Quantizer& quantizer, c10::SymIntArrayRef codes,
                                    Direction direction);
+
+/// The sizes of a tensor of a group for a tensor with these sizes.
+TANDEM_API c10::SymDimVector sizes_of_part(const Quantizer& quantizer, c10::SymIntArrayRef numbers,
+                                           size_t group_part);
+
+/// How a tensor of a group grows with the rows of a matrix: by one along `dim` for each `rows`
+/// rows; `rows` is 0 if the tensor serves all rows.
+struct OfRows {
+  int64_t dim = 0, rows = 0;
+};
+TANDEM_API OfRows rows_of_part(const Quantizer& quantizer, size_t group_part);
 
 namespace kernel_ops {
 

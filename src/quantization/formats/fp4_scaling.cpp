@@ -328,6 +328,7 @@ constexpr CodeLayout kFp4Scale = fp4_blocks::layout<448>(),
 
 const ScalingDef kFp4Scaling{
     .name = "",
+    .class_name = "NVFP4Quantizer",
     .has_square_blocks = true,
     .has_hadamard = true,
     .has_stochastic_rounding = true,

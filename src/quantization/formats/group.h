@@ -35,6 +35,10 @@ using Group = std::array<at::Tensor, group_size>;
 constexpr bool is_amax_part(size_t group_part) {
   return group_part != group_amax && group_part % kPartsOfCodes == kPartsOfCodes - 1;
 }
+/// The direction of a part of codes.
+constexpr Direction direction_of(size_t group_part) {
+  return group_part < kPartsOfCodes ? Direction::row : Direction::column;
+}
 /// Which parts are wanted: row codes, column codes, the amax; each with what belongs to it.
 using GroupMask = std::array<bool, 3>;
 /// The index in a GroupMask of a part of a group.

@@ -176,6 +176,7 @@ const CodeLayout kMxScale{
 
 const ScalingDef kMxScaling{
     .name = "",
+    .class_name = "MXFP8Quantizer",
     .has_square_blocks = true,
     .reference = mx_blocks::reference,
     .cpu = &mx_blocks::kOnCpu,

@@ -155,6 +155,7 @@ const CodeLayout kTensorScale{
 
 const ScalingDef kCurrentScaling{
     .name = "current",
+    .class_name = "Float8CurrentScalingQuantizer",
     .has_epsilon = true,
     .has_power_of_two = true,
     .reference = whole_tensors::current_reference,
@@ -163,6 +164,7 @@ const ScalingDef kCurrentScaling{
 
 const ScalingDef kDelayedScaling{
     .name = "delayed",
+    .class_name = "Float8Quantizer",
     .takes_scale = true,
     .reference = whole_tensors::delayed_reference,
     .cpu = &whole_tensors::kDelayedOnCpu,
