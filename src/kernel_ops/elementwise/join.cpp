@@ -6,8 +6,10 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "kernel_ops/framework/memory.h"
 #include "kernel_ops/framework/operands.h"
 #include "quantization/formats/format.h"
 
@@ -86,9 +88,15 @@ std::vector<at::Tensor> laid_together(at::TensorList pieces) {
 at::Tensor joined(at::TensorList pieces, bool may_view) {
   if (pieces.size() == 1) return pieces[0];
   check_pieces(pieces);
-  if (may_view)
-    if (auto memory = memory_of_pieces(pieces)) return *std::move(memory);
-  return at::cat(pieces);
+  if (!may_view) return at::cat(pieces);
+  if (auto memory = memory_of_pieces(pieces)) return *std::move(memory);
+  const auto dtype = pieces[0].scalar_type();
+  if (!std::ranges::all_of(pieces, [&](const at::Tensor& t) { return t.scalar_type() == dtype; }))
+    return at::cat(pieces);  // in the dtype to which torch promotes
+  // Into a cached block: the C library returns memory of this size to the system at each step.
+  const at::NoGradGuard no_grad;
+  at::Tensor all = empty_beside(pieces[0], C10_AS_INTARRAYREF_SLOW(joined_sizes(pieces)), dtype);
+  return at::cat_out(all, pieces);
 }
 
 bool codes_join(const Quantizer& quantizer) {
