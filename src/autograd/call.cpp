@@ -23,7 +23,7 @@ bool any_of(const Arguments& arguments, Predicate&& predicate) {
   size_t next = 0;
   for (size_t i = 0; i < arguments.inputs.size() + arguments.params.size(); ++i) {
     if (next < arguments.quantized.size() && arguments.quantized[next].place == i) {
-      for (const Tensor& part : arguments.quantized[next++].parts)
+      for (const Tensor& part : arguments.quantized[next++].codes.parts)
         if (part.defined() && predicate(part)) return true;
     } else if (arguments.at(i).defined() && predicate(arguments.at(i))) {
       return true;
@@ -190,9 +190,7 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced, SizesInK
           "Pass a padded tensor, or the rows of all sequences one after another.");
       key.add(tensor, grad_mode);
     }
-  for (const QuantizedArgument& quantized : arguments.quantized)
-    key.add_codes(quantized.place, *quantized.quantizer, quantized.has(Direction::row),
-                  quantized.has(Direction::column));
+  for (const auto& [place, codes] : arguments.quantized) key.add_codes(place, codes);
   if (grad_mode && sizes != SizesInKey::none) add_sizes(arguments, sizes, key);
   return key;
 }

@@ -215,16 +215,15 @@ std::vector<QuantizedArgument> quantized_among(at::TensorList inputs, at::Tensor
   for (size_t i = 0; i < inputs.size() + params.size(); ++i) {
     const at::Tensor& tensor = i < inputs.size() ? inputs[i] : params[i - inputs.size()];
     if (!tensor.defined() || !tensor.key_set().has(c10::DispatchKey::Python)) continue;
-    if (auto quantized = read(tensor)) {
+    if (auto codes = read(tensor)) {
       TORCH_CHECK_NOT_IMPLEMENTED(
           !has_tangent(tensor), "pipeline: expected arguments in codes without tangents, got one ",
           "under forward-mode differentiation, and codes have none. Pass its numbers: "
           "dequantize().");
-      quantized->place = i;
-      if (serves_both_directions(*quantized->quantizer) && !quantized->has(Direction::row))
-        std::swap_ranges(quantized->parts.begin(), quantized->parts.begin() + column_codes,
-                         quantized->parts.begin() + column_codes);  // one value serves both
-      found.push_back(*std::move(quantized));
+      if (serves_both_directions(*codes->quantizer) && !codes->has(Direction::row))
+        std::swap_ranges(codes->parts.begin(), codes->parts.begin() + column_codes,
+                         codes->parts.begin() + column_codes);  // one value serves both
+      found.push_back({i, *std::move(codes)});
     }
   }
   return found;

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
-#include <array>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -27,18 +26,15 @@ struct Buffers {
   static Buffers of(at::TensorList tensors);
 };
 
-/// An input or a parameter in codes, as row_codes, row_scale, ... of a group. The codes of a
-/// direction may be absent.
+/// An input or a parameter in codes.
 struct QuantizedArgument {
   /// Index among the inputs, then parameters.
-  size_t place = 0;
-  const Quantizer* quantizer = nullptr;
-  std::array<at::Tensor, group_amax> parts = {};
-  bool has(Direction direction) const { return parts[part_of(direction, 0)].defined(); }
+  size_t place;
+  Codes codes;
 };
 /// A front's function that returns the codes of an argument whose memory kernels cannot read
 /// otherwise; nullopt for other arguments.
-using QuantizedReader = std::optional<QuantizedArgument> (*)(const at::Tensor& argument);
+using QuantizedReader = std::optional<Codes> (*)(const at::Tensor& argument);
 TANDEM_API void set_quantized_reader(QuantizedReader reader);
 /// The arguments of a call that come in codes.
 TANDEM_API std::vector<QuantizedArgument> quantized_among(at::TensorList inputs,

@@ -118,15 +118,8 @@ Session::Session(const Plan& plan, Path path, const Arguments& arguments) : Sess
     frame_.tensor(plan.params[i]) = arguments.params[i];
   for (size_t i = 0; i < arguments.quantized.size(); ++i)
     for (size_t direction = 0; direction < 2; ++direction)
-      if (const Value codes = plan.argument_codes[2 * i + direction]; exists(codes)) {
-        const QuantizedArgument& given = arguments.quantized[i];
-        const Type& type = frame_.type(codes);
-        for (size_t part = 0; part < tensors_per_value(type); ++part)
-          frame_.tensor(codes, part) =
-              given.parts[part_of(static_cast<Direction>(direction), part)];
-        const auto sizes = arguments.at(given.place).sym_sizes();
-        if (is_packed(*type.quantizer)) frame_.note_sizes(codes, {sizes.begin(), sizes.end()});
-      }
+      if (const Value codes = plan.argument_codes[2 * i + direction]; exists(codes))
+        frame_.set_codes(codes, arguments.quantized[i].codes);
   TORCH_CHECK_VALUE(arguments.workspaces.size() == plan.workspaces.size(), "pipeline: expected ",
                     plan.workspaces.size(), " workspace tensors, got ", arguments.workspaces.size(),
                     ". Allocate them for the weights of this pipeline.");

@@ -333,7 +333,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 };
 
 /// The parts of a tandem.QuantizedTensor.
-std::optional<QuantizedArgument> read_quantized(const at::Tensor& param) {
+std::optional<Codes> read_quantized(const at::Tensor& param) {
   const py::gil_scoped_acquire gil;
   static PyObject* const kType =
       py::object(py::module_::import("tandem.quantized.tensor").attr("QuantizedTensor"))
@@ -341,19 +341,21 @@ std::optional<QuantizedArgument> read_quantized(const at::Tensor& param) {
           .ptr();
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(param));
   if (PyObject_IsInstance(object.ptr(), kType) != 1) return std::nullopt;
-  QuantizedArgument quantized;
-  quantized.quantizer = &quantizer(object.attr("quantizer").attr("text").cast<std::string_view>());
+  Codes codes{&quantizer(object.attr("quantizer").attr("text").cast<std::string_view>())};
+  codes.dtype = param.scalar_type();
+  const c10::SymIntArrayRef sizes = param.sym_sizes();
+  codes.sizes.append(sizes.begin(), sizes.end());
   const char* const names[] = {"rowwise_data",    "rowwise_scale_inv",    "amax_rowwise",
                                "columnwise_data", "columnwise_scale_inv", "amax_columnwise"};
   static_assert(std::size(names) == group_amax);
-  for (size_t part = 0; part < quantized.parts.size(); ++part)
+  for (size_t part = 0; part < codes.parts.size(); ++part)
     if (const py::object tensor = object.attr(names[part]); !tensor.is_none())
-      quantized.parts[part] = THPVariable_Unpack(tensor.ptr());
-  return quantized;
+      codes.parts[part] = THPVariable_Unpack(tensor.ptr());
+  return codes;
 }
 
 /// A tandem.QuantizedTensor of these codes.
-at::Tensor write_quantized(const TensorInCodes& codes) {
+at::Tensor write_quantized(const Codes& codes) {
   const py::gil_scoped_acquire gil;
   py::list parts;
   for (const at::Tensor& part : codes.parts)

@@ -58,6 +58,21 @@ class TANDEM_API Frame {
       if (value == codes) return &sizes;
     return nullptr;
   }
+  /// Gives a value in codes those of its direction.
+  void set_codes(Value value, const Codes& codes) {
+    const Type& own = type(value);
+    for (size_t part = 0; part < tensors_per_value(own); ++part)
+      tensor(value, part) = codes.parts[part_of(own.direction, part)];
+    if (is_packed(*own.quantizer)) note_sizes(value, codes.sizes);
+  }
+  /// Returns a value in codes, or in numbers, as an operand that refers to its tensors.
+  CodedMatrix operand(Value value) {
+    const Type& own = type(value);
+    if (own.format != Format::codes) return tensor(value);
+    const at::TensorList parts = tensors(value);
+    return {parts[0], own.quantizer, own.direction, &parts[1],
+            parts.size() == kPartsOfCodes ? &parts[kPartsOfCodes - 1] : nullptr};
+  }
   Opaque& opaque(Value value) { return opaques_[slot_of_[index_of(value)]]; }
   c10::SymDimVector& shape(Value value) { return shapes_[slot_of_[index_of(value)]]; }
   void reserve_side_values(size_t opaques, size_t shapes) {
@@ -107,11 +122,8 @@ class Call {
     return has(read) ? std::optional(in(read)) : std::nullopt;
   }
   const Type& type(size_t read) const { return frame_.type(step_.reads[read]); }
-  /// Returns the amax of a read in codes, where its format has one.
-  std::optional<at::Tensor> amax_of_codes(size_t read) const {
-    constexpr size_t kAmax = kPartsOfCodes - 1;
-    return tensors_per_value(type(read)) > kAmax ? std::optional(in(read, kAmax)) : std::nullopt;
-  }
+  /// Returns a read as an operand, which refers to the frame's tensors.
+  CodedMatrix operand(size_t read) const { return frame_.operand(step_.reads[read]); }
   Format format(size_t read) const { return type(read).format; }
 
   /// The range of a step's n-th list operand in its reads, or in its writes.

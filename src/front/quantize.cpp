@@ -161,15 +161,10 @@ void check_numbers(at::ScalarType dtype) {
       name_of(dtype), ". Call dequantize(), and convert what it returns.");
 }
 
-/// Sorts the results of a quantizer into parts. Parts that serve both directions are the row parts.
-QuantizedParts parts_of(const kernel_ops::Results<group_size>& group, const Quantizer& quantizer,
-                        bool rowwise, bool columnwise) {
+QuantizedParts parts_of(Codes codes) {
   QuantizedParts parts;
-  for (size_t part = 0; part < kParts.size(); ++part) {
-    const bool is_wanted = direction_of(part) == Direction::row ? rowwise : columnwise;
-    if (!is_wanted || (is_amax_part(part) && !quantizer.format->layout.has_amax)) continue;
-    parts.*kParts[part] = group[serves_both_directions(quantizer) ? part % kPartsOfCodes : part];
-  }
+  for (size_t part = 0; part < kParts.size(); ++part)
+    parts.*kParts[part] = std::move(codes.parts[part]);
   return parts;
 }
 
@@ -181,11 +176,11 @@ QuantizedParts codes_of(const Tensor& x, const Quantizer& quantizer, bool rowwis
   if (given_to(quantizer) == Given::seed)
     given = at::randint(std::numeric_limits<int64_t>::max(), {}, x.options().dtype(at::kLong));
   const c10::AutoGradMode no_grad(false);
-  const auto group = kernel_ops::dispatch<kernel_ops::Quantize>(
+  Group group = kernel_ops::dispatch<kernel_ops::Quantize>(
       {.x = x, .given = given, .quantizer = quantizer, .output_mask = {rowwise, columnwise, true}});
   // fmax keeps the amaxes of earlier calls of the step, and ignores NaN.
   if (amax.defined()) amax.copy_(at::fmax(amax, group[group_amax].view_as(amax)));
-  return parts_of(group, quantizer, rowwise, columnwise);
+  return parts_of(codes_in(std::move(group), quantizer, rowwise, columnwise));
 }
 
 void copy_parts(const QuantizedParts& from, const QuantizedParts& to) {
@@ -395,14 +390,10 @@ Tensor QuantizedTensor::dequantize(bool columnwise, std::optional<at::ScalarType
   Tensor numbers;
   {
     const c10::AutoGradMode no_grad(false);
-    numbers = kernel_ops::dispatch<kernel_ops::Dequantize>(
-        {.codes = data,
-         .dequant_scale = scale,
-         .quantizer = *quantizer_.quantizer_,
-         .column = column,
-         .dtype = dtype.value_or(dtype_),
-         .amax = amax.defined() ? std::optional(amax) : std::nullopt,
-         .sizes = rotated ? at::OptionalSymIntArrayRef() : c10::SymIntArrayRef(sizes)})[0];
+    numbers = kernel_ops::dispatch<kernel_ops::Dequantize>(kernel_ops::dequantizing(
+        {data, quantizer_.quantizer_, direction, &scale, amax.defined() ? &amax : nullptr},
+        dtype.value_or(dtype_),
+        rotated ? at::OptionalSymIntArrayRef() : c10::SymIntArrayRef(sizes)))[0];
   }
   if (history_ && !rotated) history_->give_to(numbers);
   return numbers;

@@ -20,7 +20,7 @@ enum Left : size_t { kGradY, kX, kGradScale, kGradAmax, kXScale, kXAmax, kText }
 /// The operands that the text describes. Its lines are: the version of x, the dtype and both
 /// directions; the quantizer of grad_y; the quantizer of x. A line is empty without a quantizer.
 struct Operands {
-  kernel_ops::CodedMatrix grad_y, x;
+  CodedMatrix grad_y, x;
   at::ScalarType dtype = at::kFloat;
 };
 
@@ -33,14 +33,12 @@ Operands read(at::TensorList left) {
   std::getline(lines, grad_quantizer);
   std::getline(lines, x_quantizer);
   check_unchanged("x", left[kX], version);
-  const auto matrix = [&](size_t codes, size_t scale, int direction, const std::string& text) {
-    kernel_ops::CodedMatrix made{left[codes]};
-    if (text.empty()) return made;
-    made.quantizer = &quantizer(text);
-    made.direction = static_cast<Direction>(direction);
-    made.scale = left[scale];
-    if (made.quantizer->format->layout.has_amax) made.amax = left[scale + 1];
-    return made;
+  const auto matrix = [&](size_t codes, size_t scale, int direction,
+                          const std::string& text) -> CodedMatrix {
+    if (text.empty()) return left[codes];
+    const Quantizer& by = quantizer(text);
+    return {left[codes], &by, static_cast<Direction>(direction), &left[scale],
+            by.format->layout.has_amax ? &left[scale + 1] : nullptr};
   };
   return {matrix(kGradY, kGradScale, of_grad, grad_quantizer),
           matrix(kX, kXScale, of_x, x_quantizer), static_cast<at::ScalarType>(dtype)};
@@ -84,9 +82,10 @@ void leave_product(const Call& call, size_t grad_y, size_t x) {
   for (const auto& [read, scale] : {std::pair(grad_y, kGradScale), std::pair(x, kXScale)}) {
     text << "\n";
     if (!is_coded) continue;
-    text << call.type(read).quantizer->text;
-    leave(call, scale, call.in(read, 1));
-    if (const auto amax = call.amax_of_codes(read)) leave(call, scale + 1, *amax);
+    const CodedMatrix codes = call.operand(read);
+    text << codes.quantizer->text;
+    leave(call, scale, *codes.dequant_scale);
+    if (codes.amax != nullptr) leave(call, scale + 1, *codes.amax);
   }
   leave(call, kText, text.str());
 }

@@ -91,11 +91,11 @@ std::string_view name_of(Role role) {
   return "";
 }
 
-void tell(const WatchOptions& options, int64_t group, const at::Tensor& x, const Codes& codes) {
+void tell(const WatchOptions& options, int64_t group, const at::Tensor& x,
+          const CodedMatrix& codes) {
   const Watch& watch = options.watch;
   keep_watched({watch.pipeline, watch.op, std::string(name_of(watch.role)), group,
-                kernel_ops::last_region(), options.quantizer->text,
-                statistics_of(x, codes, *options.quantizer)});
+                kernel_ops::last_region(), options.quantizer->text, statistics_of(x, codes)});
 }
 }  // namespace
 
@@ -109,10 +109,7 @@ void watched_quantize(Call& call) {
   // Rotated column codes do not show the error of the numbers.
   if (!call.wants(rows) && (quantizer.hadamard || !call.wants(columns))) return;
   const size_t write = call.wants(rows) ? rows : columns;
-  const at::TensorList parts = call.frame().tensors(call.step().writes[write]);
-  const Codes codes{parts[0], parts[1], parts.size() > 2 ? std::optional(parts[2]) : std::nullopt,
-                    write == rows ? Direction::row : Direction::column};
-  tell(options, options.watch.group, call.in(x), codes);
+  tell(options, options.watch.group, call.in(x), call.frame().operand(call.step().writes[write]));
 }
 
 void watched_groups(Call& call) {
@@ -135,23 +132,15 @@ void watched_groups(Call& call) {
     const at::Tensor part = is_of_rows ? kernel_ops::rows_between(rows, offsets[g], offsets[g + 1])
                                        : rows.select(0, group);
     if (part.numel() == 0) continue;
-    const kernel_ops::CodedMatrix made = kernel_ops::codes_of_group(part, how, g);
-    tell(options, group, part,
-         {made.matrix, made.scale, made.amax.defined() ? std::optional(made.amax) : std::nullopt,
-          made.direction});
+    const Codes made = kernel_ops::codes_of_group(part, how, g);
+    tell(options, group, part, made.in(Direction::row));
   }
 }
 
 void dequantize(Call& call) {
-  const Type& type = call.type(0);
   const auto sizes = call.sizes_of_numbers(0);
-  call.write<kernel_ops::Dequantize>({.codes = call.in(0),
-                                      .dequant_scale = call.in(0, 1),
-                                      .quantizer = *type.quantizer,
-                                      .column = type.direction == Direction::column,
-                                      .dtype = call.out_type(0).dtype,
-                                      .amax = call.amax_of_codes(0),
-                                      .sizes = c10::SymIntArrayRef(sizes)});
+  call.write<kernel_ops::Dequantize>(kernel_ops::dequantizing(
+      call.operand(0), call.out_type(0).dtype, c10::SymIntArrayRef(sizes)));
 }
 
 void matrix_amaxes(Call& call) { call.out(0, kernel_ops::matrix_amaxes(call.in(0))); }
@@ -255,9 +244,9 @@ void hand_over(Call& call) {
   if (write == nullptr || call.path() == Path::composite || (kNeedsGrad && is_compiled(call)))
     return dequantize(call);
   const Type& type = call.type(0);
-  TensorInCodes codes{.quantizer = type.quantizer,
-                      .dtype = call.out_type(0).dtype,
-                      .sizes = call.sizes_of_numbers(0)};
+  Codes codes{.quantizer = type.quantizer,
+              .dtype = call.out_type(0).dtype,
+              .sizes = call.sizes_of_numbers(0)};
   for (size_t read = 0; read < 2; ++read)
     for (size_t part = 0; call.has(read) && part < tensors_per_value(type); ++part) {
       const at::Tensor& tensor = call.in(read, part);

@@ -1,8 +1,6 @@
 // The functions of the steps that the planner adds between steps of ops (planner/glue.h).
 #pragma once
 
-#include <array>
-
 #include "core/call.h"
 #include "kernel_ops/quantize/delayed.h"
 #include "tandem/export.h"
@@ -18,15 +16,8 @@ struct Watch {
   int64_t group = -1;
 };
 
-/// Codes and scales of a tensor, which a front packs into its own tensor type for an output, and
-/// unpacks from an input. Absent parts are undefined.
-struct TensorInCodes {
-  const Quantizer* quantizer = nullptr;
-  std::array<at::Tensor, group_amax> parts = {};
-  at::ScalarType dtype;
-  c10::SymDimVector sizes;
-};
-using QuantizedWriter = at::Tensor (*)(const TensorInCodes& codes);
+/// A front's function that packs the codes of an output into its own type of tensor.
+using QuantizedWriter = at::Tensor (*)(const Codes& codes);
 TANDEM_API void set_quantized_writer(QuantizedWriter writer);
 
 /// The functions of the added steps. planner/glue.cpp names the reads and writes of each step.

@@ -89,9 +89,10 @@ kernel_ops::GroupMatrices matrices_of(const Call& call, size_t list, bool is_pac
   const ListRange& range = call.read_list(list);
   for (size_t i = range.first; !is_packed && i < range.first + range.count; ++i) {
     if (call.format(i) != Format::codes) break;
-    made.quantizer = {call.type(i).quantizer};
-    made.scales.push_back(call.in(i, 1));
-    if (const auto amax = call.amax_of_codes(i)) made.amaxes.push_back(*amax);
+    const CodedMatrix codes = call.operand(i);
+    made.quantizer = {codes.quantizer};
+    made.scales.push_back(*codes.dequant_scale);
+    if (codes.amax != nullptr) made.amaxes.push_back(*codes.amax);
   }
   return made;
 }

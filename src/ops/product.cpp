@@ -77,7 +77,7 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
                     const at::Tensor* addend = nullptr, bool is_wide = false) {
   if (call.path() == Path::direct) {
     const Product product(
-        {a}, {b}, is_wide ? at::kFloat : a.scalar_type(),
+        a, b, is_wide ? at::kFloat : a.scalar_type(),
         {.rows = rows, .sums = sums, .alpha = alpha, .beta = addend != nullptr ? 1.0 : 0.0});
     Fresh result(call, product, sizes);
     if (addend != nullptr) result.tensor.copy_(*addend);
@@ -133,34 +133,11 @@ at::Tensor finished(Call& call, at::Tensor product, const Epilogue& epilogue, at
 /// Calls the kernel op of products of codes, which decodes the codes where it must.
 at::Tensor dispatched_product_of_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
                                        at::ScalarType dtype) {
-  const auto is_column = [&](Factor factor) {
-    return call.type(factor.read).direction == Direction::column;
-  };
   call.took(kernel_ops::kDispatcher);
-  return in_sizes(
-      kernel_ops::dispatch<kernel_ops::MultiplyCodes>({.a = call.in(a.read),
-                                                       .a_scale = call.in(a.read, 1),
-                                                       .a_amax = call.amax_of_codes(a.read),
-                                                       .a_quantizer = *call.type(a.read).quantizer,
-                                                       .a_column = is_column(a),
-                                                       .a_transposed = a.transposed,
-                                                       .b = call.in(b.read),
-                                                       .b_scale = call.in(b.read, 1),
-                                                       .b_amax = call.amax_of_codes(b.read),
-                                                       .b_quantizer = *call.type(b.read).quantizer,
-                                                       .b_column = is_column(b),
-                                                       .b_transposed = b.transposed,
-                                                       .dtype = dtype})[0],
-      sizes);
-}
-
-/// Describes a read, in the form of this matrix, to implementations of products.
-kernel_ops::Factor factor(const Call& call, const at::Tensor& matrix, size_t read) {
-  const Type& type = call.type(read);
-  if (type.format != Format::codes) return {matrix};
-  const bool has_amax = type.quantizer->format->layout.has_amax;
-  return {matrix, type.quantizer, type.direction, &call.in(read, 1),
-          has_amax ? &call.in(read, kPartsOfCodes - 1) : nullptr};
+  using kernel_ops::MultiplyCodes;
+  const auto args = MultiplyCodes::of(call.operand(a.read), a.transposed, call.operand(b.read),
+                                      b.transposed, dtype);
+  return in_sizes(kernel_ops::dispatch<MultiplyCodes>(args)[0], sizes);
 }
 
 /// Returns the product of the codes themselves; undefined where no implementation multiplies them.
@@ -170,7 +147,7 @@ at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef si
   if (call.path() != Path::direct) return {};
   const at::Tensor left = matrix(call.in(a.read), a.transposed, call.path()),
                    right = matrix(call.in(b.read), b.transposed, call.path());
-  const Product product(factor(call, left, a.read), factor(call, right, b.read), dtype,
+  const Product product(call.operand(a.read).as(left), call.operand(b.read).as(right), dtype,
                         {.rows = rows, .sums = Sums::independent_of_threads});
   if (kernel_ops::choose(product) == nullptr) {
     call.took(kernel_ops::why_decoded(product));
@@ -184,19 +161,13 @@ at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef si
 /// An operand of a product of codes: its numbers in float32, and the scale that is applied to the
 /// product, where the format has one.
 struct Decoded {
-  Decoded(Call& call, size_t read)
-      : quantizer(*call.type(read).quantizer),
-        values(
-            call.run<kernel_ops::Decode>({.codes = call.in(read),
-                                          .dequant_scale = call.in(read, 1),
-                                          .quantizer = quantizer,
-                                          .column = call.type(read).direction == Direction::column,
-                                          .amax = call.amax_of_codes(read)})[0]) {
-    if (quantizer.format->layout.applies_at_end) scale = call.in(read, 1);
-  }
+  Decoded(Call& call, const CodedMatrix& codes)
+      : quantizer(*codes.quantizer),
+        values(call.run<kernel_ops::Decode>(kernel_ops::decoding(codes))[0]),
+        scale(kernel_ops::scale_at_end(codes)) {}
   const Quantizer& quantizer;
   const at::Tensor values;
-  std::optional<at::Tensor> scale;
+  const std::optional<at::Tensor> scale;
 };
 
 }  // namespace
@@ -241,7 +212,7 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
   const at::ScalarType own = summed_dtype(epilogue, dtype);
   if (at::Tensor result = multiply_codes(call, a, b, sizes, of_product, rows); result.defined())
     return finished(call, result, epilogue, own);
-  const Decoded first(call, a.read), second(call, b.read);
+  const Decoded first(call, call.operand(a.read)), second(call, call.operand(b.read));
   at::Tensor left = matrix(first.values, a.transposed, call.path()),
              right = matrix(second.values, b.transposed, call.path());
   kernel_ops::cut_padding(left, first.quantizer, right, second.quantizer);
@@ -278,7 +249,7 @@ void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool
   const bool is_same = left.scalar_type() == target.scalar_type();
   if (call.path() == Path::direct && is_same && target.is_contiguous() &&
       kernel_ops::is_plain(target) && target.device() == left.device()) {
-    const Product product({left}, {right}, target.scalar_type(),
+    const Product product(left, right, target.scalar_type(),
                           {.rows = a.transposed ? Rows::contracted : Rows::of_the_result,
                            .alpha = alpha,
                            .beta = accumulate ? 1.0 : 0.0});
@@ -339,7 +310,7 @@ ProductAndUnit linear_product_and(Call& call, size_t x, size_t weight, at::Scala
       .is_gated = behind.is_gated,
       .unit_argument = behind.wants_z ? &left : nullptr};  // only whether this is null counts here
   const auto product = [&] {
-    return Product(factor(call, left, x), factor(call, right, weight), dtype, options);
+    return Product(call.operand(x).as(left), call.operand(weight).as(right), dtype, options);
   };
   if (kernel_ops::choose(product()) == nullptr) return {};
   ProductAndUnit made{.y = {}, .z = behind.wants_z ? allocate() : at::Tensor()};

@@ -89,7 +89,7 @@ struct Planned {
     const Tensor* found = in(arguments.inputs);
     if (found == nullptr) found = in(arguments.params);
     for (const QuantizedArgument& param : arguments.quantized)
-      if (found == nullptr) found = in(param.parts);
+      if (found == nullptr) found = in(param.codes.parts);
     return found;
   }
   bool is_an_argument(const Tensor& tensor) const { return argument_behind(tensor) != nullptr; }

@@ -20,13 +20,6 @@ class OnDemand : public Session {
     if (exists(value) && frame().type(value).format == Format::plain)
       frame().tensor(value) = tensor;
   }
-  /// Sets a value in codes from the parts of its direction.
-  void set_codes(Value value, const QuantizedArgument& quantized, c10::SymIntArrayRef sizes) {
-    const Type& type = frame().type(value);
-    for (size_t part = 0; part < tensors_per_value(type); ++part)
-      frame().tensor(value, part) = quantized.parts[part_of(type.direction, part)];
-    if (is_packed(*type.quantizer)) frame().note_sizes(value, {sizes.begin(), sizes.end()});
-  }
   void set_sizes(Value value, const std::vector<c10::SymInt>& sizes) {
     frame().shape(value) = {sizes.begin(), sizes.end()};
     is_sized_[index_of(value)] = true;

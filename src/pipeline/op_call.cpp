@@ -51,9 +51,7 @@ void add_params(PlanKey& key, const Arguments& arguments, const std::vector<bool
       traits = traits_of(param, requested[i]);
     key.add(traits);
   }
-  for (const QuantizedArgument& quantized : arguments.quantized)
-    key.add_codes(quantized.place, *quantized.quantizer, quantized.has(Direction::row),
-                  quantized.has(Direction::column));
+  for (const auto& [place, codes] : arguments.quantized) key.add_codes(place, codes);
 }
 
 const OperandTable* operands_of(const Plan& plan) {
@@ -66,7 +64,7 @@ struct ReadOfContext {
   bool numbers = false;
 };
 ReadOfContext read_of_context(const Steps& steps, const Plan& plan, std::string_view name,
-                              Value numbers, const QuantizedArgument* quantized) {
+                              Value numbers, const Codes* codes) {
   ReadOfContext found;
   for (const Step& step : steps)
     for (size_t i = 0; i < step.reads.size(); ++i) {
@@ -74,8 +72,8 @@ ReadOfContext read_of_context(const Steps& steps, const Plan& plan, std::string_
       found.numbers |= step.reads[i] == numbers;
       if (step.read_names[i] != name) continue;
       const Type& type = plan.types[index_of(step.reads[i])];
-      if (type.format == Format::codes && quantized != nullptr &&
-          type.quantizer == quantized->quantizer && quantized->has(type.direction))
+      if (type.format == Format::codes && codes != nullptr && type.quantizer == codes->quantizer &&
+          codes->has(type.direction))
         found.codes.push_back(step.reads[i]);
       else
         found.numbers = true;
@@ -152,11 +150,11 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
   const std::vector<QuantizedArgument> quantized = quantized_among(context.saved);
   std::vector<ReadOfContext> read;
   for (size_t i = 0; i < context.saved.size(); ++i) {
-    const auto codes = std::ranges::find(quantized, i, &QuantizedArgument::place);
+    const auto found = std::ranges::find(quantized, i, &QuantizedArgument::place);
     read.push_back(read_of_context(backward->steps, *plan, kind.def.context[i],
                                    value_of(*operands, kind.def.context[i]),
-                                   codes == quantized.end() ? nullptr : &*codes));
-    if (codes == quantized.end() || read[i].numbers) tensors.push_back(context.saved[i]);
+                                   found == quantized.end() ? nullptr : &found->codes));
+    if (found == quantized.end() || read[i].numbers) tensors.push_back(context.saved[i]);
   }
   const NoAutocast no_autocast;
   const c10::AutoGradMode no_grad(false);
@@ -169,9 +167,8 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
   for (size_t i = 0; i < context.saved.size(); ++i)  // a parameter that was not saved is passed
     if (context.saved[i].defined() && (read[i].codes.empty() || read[i].numbers))
       values.set(value_of(*operands, kind.def.context[i]), context.saved[i]);
-  for (const QuantizedArgument& each : quantized)
-    for (const Value codes : read[each.place].codes)
-      values.set_codes(codes, each, context.saved[each.place].sym_sizes());
+  for (const auto& [place, codes] : quantized)
+    for (const Value value : read[place].codes) values.frame().set_codes(value, codes);
   for (const ResultDef& result : kind.def.results)
     if (const Value value = value_of(*operands, result.name);
         result.kind == ResultDef::shape && exists(value))

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "quantization/formats/quantizer.h"
+#include "quantization/formats/codes.h"
 
 namespace tandem {
 
@@ -42,11 +42,13 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(inputs));
   }
 
-  /// Notes that an input or a parameter (`tensor`: its index among all) comes in codes of these
-  /// directions. Call it after all tensors are added.
-  void add_codes(size_t tensor, const Quantizer& quantizer, bool row, bool column) {
-    const auto address = reinterpret_cast<uintptr_t>(&quantizer);  // a quantizer is never destroyed
-    words_.push_back(static_cast<uint32_t>(tensor) << 2 | uint32_t{row} | uint32_t{column} << 1);
+  /// Notes that an input or a parameter (`tensor`: its index among all) comes in codes. Call it
+  /// after all tensors are added.
+  void add_codes(size_t tensor, const Codes& codes) {
+    // A quantizer is never destroyed.
+    const auto address = reinterpret_cast<uintptr_t>(codes.quantizer);
+    words_.push_back(static_cast<uint32_t>(tensor) << 2 | uint32_t{codes.has(Direction::row)} |
+                     uint32_t{codes.has(Direction::column)} << 1);
     words_.push_back(static_cast<uint32_t>(address));
     words_.push_back(static_cast<uint32_t>(uint64_t{address} >> 32));
     ++words_[0];

@@ -51,7 +51,7 @@ class QuantizePoints {
     auto operator<=>(const Key&) const = default;
   };
   /// The codes that exist in one direction of the plan.
-  using Codes = std::map<Key, Representations>;
+  using CodesByKey = std::map<Key, Representations>;
 
   /// Codes of weights are not cached if they depend on scales that the next step changes while
   /// backward may still read the old codes, or if each call reports what quantizing loses.
@@ -59,7 +59,7 @@ class QuantizePoints {
     return scope_.description.cache_weights && !scope_.is_stateful() && !scope_.is_watched();
   }
 
-  void rewrite(Steps& steps, Codes& codes, Role rounded) {
+  void rewrite(Steps& steps, CodesByKey& codes, Role rounded) {
     scope_.is_backward = &steps == &scope_.draft.backward;
     Steps before = std::exchange(steps, {});
     for (Step& step : before) {
@@ -97,7 +97,7 @@ class QuantizePoints {
   }
 
   /// Makes the operands of a product codes, or tells the step how to quantize them by itself.
-  void quantize_reads(Step& step, Steps& steps, Codes& codes) {
+  void quantize_reads(Step& step, Steps& steps, CodesByKey& codes) {
     gradient_ = Value::none;
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
       if (contract.role == Role::grad_output) gradient_ = step.reads[read];
@@ -201,7 +201,7 @@ class QuantizePoints {
 
   /// Makes a backward step read the dequantized values of what forward has quantized. Gradients are
   /// not quantized.
-  void read_decoded(Step& step, Steps& steps, Codes& codes) {
+  void read_decoded(Step& step, Steps& steps, CodesByKey& codes) {
     const size_t op = step.covers[0].op;
     const auto& contracts = scope_.contracts_of(step);
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
@@ -288,7 +288,7 @@ class QuantizePoints {
 
   /// What a product reads instead of an unquantized operand; while calibrating, the operand itself.
   Value codes_of(Value plain, const OpStep::ContractOf& contract, size_t op,
-                 const Quantizer& quantizer, Steps& steps, Codes& codes, size_t group) {
+                 const Quantizer& quantizer, Steps& steps, CodesByKey& codes, size_t group) {
     if (scope_.is_calibrating() && !kernel_ops::kArithmetic.has(scope_.draft.dtype(plain)))
       return plain;
     scope_.check_dtype(plain, op);
@@ -339,9 +339,9 @@ class QuantizePoints {
   }
 
   /// `op`, `role` and `element` say for which operand the codes are needed first.
-  Representations quantized(const Key& key, size_t op, Role role, Steps& steps, Codes& codes,
+  Representations quantized(const Key& key, size_t op, Role role, Steps& steps, CodesByKey& codes,
                             size_t element = 0) {
-    for (const Codes* known : {&forward_, &codes})
+    for (const CodesByKey* known : {&forward_, &codes})
       for (const Slot& slot : {key.slot, Slot()})
         if (const auto found = known->find({key.value, key.quantizer, slot}); found != known->end())
           return found->second;
@@ -378,7 +378,7 @@ class QuantizePoints {
   /// Codes of a weight in its workspace. Backward refreshes the workspace instead of keeping codes,
   /// which the next forward may overwrite.
   Representations weight_codes(Value weight, const Quantizer& quantizer, Steps& steps,
-                               Codes& codes) {
+                               CodesByKey& codes) {
     // A traced step waits for its product's gradient. If that is undefined it does not run, so each
     // product has its own step.
     const bool is_behind = scope_.is_backward && traced_;
@@ -421,7 +421,7 @@ class QuantizePoints {
 
   /// Replaces a point of rounding. The dequantized values are a value of their own, and later
   /// products reuse its codes.
-  void round(const Step& step, Steps& steps, Codes& codes, Role role) {
+  void round(const Step& step, Steps& steps, CodesByKey& codes, Role role) {
     const Quantizer* const chosen = requested(role, step.asked_by);
     if (chosen == nullptr || (scope_.is_backward && override_ != BackwardOverride::none)) {
       steps.push_back(rename_step(step.reads[0], step.writes[0]));
@@ -440,7 +440,7 @@ class QuantizePoints {
     if (!scope_.is_backward) rounded_[step.writes[0]] = numbers;
   }
 
-  static void take_over(Value from, Value to, Codes& codes) {
+  static void take_over(Value from, Value to, CodesByKey& codes) {
     std::vector<std::pair<Key, Representations>> known;
     for (auto it = codes.lower_bound({from, nullptr}); it != codes.end() && it->first.value == from;
          ++it)
@@ -457,7 +457,7 @@ class QuantizePoints {
   const BackwardOverride override_;
   /// The gradient that the current step multiplies by, or none.
   Value gradient_ = Value::none;
-  Codes forward_, backward_;
+  CodesByKey forward_, backward_;
   /// Keyed by the dequantized values that points of rounding have written in forward.
   std::map<Value, Representations> rounded_;
   std::map<Value, Values> joined_;  // keyed by the joined value

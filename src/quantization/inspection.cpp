@@ -27,15 +27,9 @@ Watched& watched() {
 }
 
 /// The dequantized values of codes, with the sizes of x.
-at::Tensor meaning(const at::Tensor& x, const at::Tensor& codes, const Codes& of,
-                   const Quantizer& quantizer) {
-  return kernel_ops::Dequantize::reference({.codes = codes,
-                                            .dequant_scale = of.dequant_scale,
-                                            .quantizer = quantizer,
-                                            .column = of.direction == Direction::column,
-                                            .dtype = at::kFloat,
-                                            .amax = of.amax,
-                                            .sizes = x.sym_sizes()})[0]
+at::Tensor meaning(const at::Tensor& x, const CodedMatrix& codes) {
+  return kernel_ops::Dequantize::reference(
+             kernel_ops::dequantizing(codes, at::kFloat, x.sym_sizes()))[0]
       .to(at::kDouble);
 }
 
@@ -50,8 +44,7 @@ int64_t largest_code(const Quantizer& quantizer) {
 
 }  // namespace
 
-QuantizationStatistics statistics_of(const at::Tensor& x, const Codes& codes,
-                                     const Quantizer& quantizer) {
+QuantizationStatistics statistics_of(const at::Tensor& x, const CodedMatrix& codes) {
   QuantizationStatistics found;
   if (x.numel() == 0) return found;
   const at::Tensor wide = x.detach().to(at::kDouble), is_finite = at::isfinite(wide);
@@ -59,14 +52,13 @@ QuantizationStatistics statistics_of(const at::Tensor& x, const Codes& codes,
   found.not_finite = x.numel() - count;
   if (count == 0) return found;
   const at::Tensor zero = at::zeros_like(wide), finite = at::where(is_finite, wide, zero);
-  const at::Tensor decoded = meaning(x, codes.codes, codes, quantizer);
-  const at::Tensor limit =
-      meaning(x, at::full_like(codes.codes, largest_code(quantizer)), codes, quantizer);
+  const at::Tensor largest = at::full_like(codes.matrix, largest_code(*codes.quantizer));
+  const at::Tensor decoded = meaning(x, codes), limit = meaning(x, codes.as(largest));
   const auto share = [&](const at::Tensor& elements) {
     return static_cast<double>((elements & is_finite).sum().item<int64_t>()) /
            static_cast<double>(count);
   };
-  const kernels::Fp8Traits& element = kernels::traits_of(quantizer.format->element);
+  const kernels::Fp8Traits& element = kernels::traits_of(codes.quantizer->format->element);
   const at::Tensor scales = limit / static_cast<double>(element.max);
   found.amax = finite.abs().max().item<double>();
   found.least_scale = scales.min().item<double>();

@@ -27,12 +27,11 @@ struct QuantizationStatistics {
   int64_t not_finite = 0;
 };
 
-/// The statistics of x and its codes by `quantizer`.
+/// The statistics of x and its codes.
 ///
 /// Shapes: x any, codes as Quantize writes them for it.
 /// Error:  sums are in float64.
-TANDEM_API QuantizationStatistics statistics_of(const at::Tensor& x, const Codes& codes,
-                                                const Quantizer& quantizer);
+TANDEM_API QuantizationStatistics statistics_of(const at::Tensor& x, const CodedMatrix& codes);
 
 /// The record of a quantization that was watched.
 struct WatchedQuantization {

@@ -14,45 +14,21 @@ namespace {
 using namespace kernel_ops;
 using at::Tensor;
 
-/// Codes and what comes with them, of one direction.
+/// The codes of one direction.
 struct Part {
-  Part(const Tensor& x, const Quantizer& how, Direction direction)
-      : column(direction == Direction::column && !serves_both_directions(how)) {
-    const Group group = dispatch<Quantize>({.x = x,
-                                            .given = given_for(how),
-                                            .quantizer = how,
-                                            .output_mask = {!column, column, false}});
-    const Direction written = column ? Direction::column : Direction::row;
-    codes = group[part_of(written, 0)];
-    scale = group[part_of(written, 1)];
-    if (how.format->layout.has_amax) amax = group[part_of(written, 2)];
+  Part(const Tensor& x, const Quantizer& how, Direction along)
+      : direction(serves_both_directions(how) ? Direction::row : along) {
+    const bool column = direction == Direction::column;
+    codes = codes_in(dispatch<Quantize>({.x = x,
+                                         .given = given_for(how),
+                                         .quantizer = how,
+                                         .output_mask = {!column, column, false}}),
+                     how, !column, column);
   }
-  CodedMatrix matrix(const Quantizer& how) const {
-    return {codes, &how, column ? Direction::column : Direction::row, scale,
-            amax.value_or(Tensor())};
-  }
-  bool column;
-  Tensor codes, scale;
-  std::optional<Tensor> amax;
+  CodedMatrix matrix() const { return codes.in(direction); }
+  Direction direction;
+  Codes codes;
 };
-
-MultiplyCodes::Args product_of(const Part& a, const Quantizer& a_how, bool a_transposed,
-                               const Part& b, const Quantizer& b_how, bool b_transposed,
-                               at::ScalarType dtype) {
-  return {.a = a.codes,
-          .a_scale = a.scale,
-          .a_amax = a.amax,
-          .a_quantizer = a_how,
-          .a_column = a.column,
-          .a_transposed = a_transposed,
-          .b = b.codes,
-          .b_scale = b.scale,
-          .b_amax = b.amax,
-          .b_quantizer = b_how,
-          .b_column = b.column,
-          .b_transposed = b_transposed,
-          .dtype = dtype};
-}
 
 class MultiplyCodesOp : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Formats, MultiplyCodesOp, ::testing::ValuesIn(quantizer_texts()),
@@ -76,9 +52,10 @@ TEST_P(MultiplyCodesOp, HasTheBitsOfTheDirectCall) {
   for (const auto& c : cases)
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
       const Tensor expected = at::empty({c.rows, c.cols}, dtype);
-      multiply_codes(c.a.matrix(how), c.a_transposed, c.b.matrix(how), c.b_transposed,
+      multiply_codes(c.a.matrix(), c.a_transposed, c.b.matrix(), c.b_transposed,
                      Rows::of_the_result, expected);
-      const auto args = product_of(c.a, how, c.a_transposed, c.b, how, c.b_transposed, dtype);
+      const auto args =
+          MultiplyCodes::of(c.a.matrix(), c.a_transposed, c.b.matrix(), c.b_transposed, dtype);
       EXPECT_TRUE(same(dispatch<MultiplyCodes>(args)[0], expected));
       const at::ScalarType summed = dtype == at::kDouble ? at::kFloat : dtype;
       EXPECT_TRUE(near(MultiplyCodes::reference(args)[0].to(summed), expected.to(summed),
@@ -90,34 +67,26 @@ TEST_P(MultiplyCodesOp, TakesAnotherFormatBesideAPackedOne) {
   const Quantizer &how = quantizer(GetParam()), &packed = quantizer("nvfp4");
   if (how.hadamard) GTEST_SKIP() << "numbers that are rotated fit no others";
   const Tensor x = random({5, 40});
-  const auto numbers = [](const Part& part, const Quantizer& of) {
+  const auto numbers = [](const Part& part) {
     const c10::SymInt sizes[] = {5, 40};
-    return dispatch<Dequantize>({.codes = part.codes,
-                                 .dequant_scale = part.scale,
-                                 .quantizer = of,
-                                 .column = part.column,
-                                 .dtype = at::kFloat,
-                                 .amax = part.amax,
-                                 .sizes = sizes})[0]
+    return dispatch<Dequantize>(
+               dequantizing(part.matrix(), at::kFloat, c10::SymIntArrayRef(sizes)))[0]
         .to(at::kDouble);
   };
   for (const bool column : {false, true}) {
     const Direction along = column ? Direction::column : Direction::row;
     const Part a(x, how, along), b(x, packed, along);
-    const Tensor left = numbers(a, how), right = numbers(b, packed);
+    const Tensor left = numbers(a), right = numbers(b);
     const int64_t size = column ? 40 : 5;
     for (const bool is_packed_first : {false, true}) {
       const auto &first = is_packed_first ? b : a, &second = is_packed_first ? a : b;
-      const auto &first_how = is_packed_first ? packed : how,
-                 &second_how = is_packed_first ? how : packed;
       const Tensor product = column ? left.t().mm(right) : left.mm(right.t());
       const Tensor expected = is_packed_first ? product.t() : product;
       const Tensor direct = at::empty({size, size});
-      multiply_codes(first.matrix(first_how), column, second.matrix(second_how), !column,
-                     Rows::of_the_result, direct);
+      multiply_codes(first.matrix(), column, second.matrix(), !column, Rows::of_the_result, direct);
       EXPECT_TRUE(near(direct, expected.to(at::kFloat), /*magnitude=*/40));
       const auto args =
-          product_of(first, first_how, column, second, second_how, !column, at::kFloat);
+          MultiplyCodes::of(first.matrix(), column, second.matrix(), !column, at::kFloat);
       EXPECT_TRUE(same(dispatch<MultiplyCodes>(args)[0], direct));
       EXPECT_TRUE(near(MultiplyCodes::reference(args)[0], expected.to(at::kFloat),
                        /*magnitude=*/40));
@@ -128,9 +97,10 @@ TEST_P(MultiplyCodesOp, TakesAnotherFormatBesideAPackedOne) {
 /// a b^T of codes of rows.
 Tensor product_of_rows(const Tensor& a, const std::string& a_text, const Tensor& b,
                        const std::string& b_text, at::ScalarType dtype) {
-  const Quantizer &a_how = quantizer(a_text), &b_how = quantizer(b_text);
-  const Part left(a, a_how, Direction::row), right(b, b_how, Direction::row);
-  return dispatch<MultiplyCodes>(product_of(left, a_how, false, right, b_how, true, dtype))[0];
+  const Part left(a, quantizer(a_text), Direction::row),
+      right(b, quantizer(b_text), Direction::row);
+  return dispatch<MultiplyCodes>(
+      MultiplyCodes::of(left.matrix(), false, right.matrix(), true, dtype))[0];
 }
 
 TEST(MultiplyCodesErrors, MatricesThatDoNotFit) {

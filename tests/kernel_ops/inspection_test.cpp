@@ -22,13 +22,11 @@ QuantizationStatistics statistics(const at::Tensor& x, const std::string& text,
                                   std::optional<at::Tensor> given = {}) {
   const Quantizer& quantizer = tandem::quantizer(text);
   if (!given) given = given_for(quantizer);
-  const Group group = kernel_ops::Quantize::reference(
-      {.x = x, .given = given, .quantizer = quantizer, .output_mask = {true, false, false}});
-  const Codes codes{
-      group[row_codes], group[row_scale],
-      quantizer.format->layout.has_amax ? std::optional(group[row_amax]) : std::nullopt,
-      Direction::row};
-  return statistics_of(x, codes, quantizer);
+  const Codes codes = codes_in(
+      kernel_ops::Quantize::reference(
+          {.x = x, .given = given, .quantizer = quantizer, .output_mask = {true, false, false}}),
+      quantizer, /*row=*/true, /*column=*/false);
+  return statistics_of(x, codes.in(Direction::row));
 }
 
 TEST(QuantizationStatistics, OfNumbersThatAreCodes) {

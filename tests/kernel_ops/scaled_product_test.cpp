@@ -135,62 +135,51 @@ TEST(ScaledMm, ScalesAreSwizzledInTiles) {
 }
 
 /// A tensor in the codes of both directions.
-struct InCodes {
-  CodedMatrix row, column;
-  InCodes(const Tensor& x, const char* text) {
-    const Quantizer& how = quantizer(text);
-    const Group group = dispatch<Quantize>(
-        {.x = x, .given = given_for(how), .quantizer = how, .output_mask = {true, true, false}});
-    const auto coded = [&](Direction direction) {
-      const Direction as = serves_both_directions(how) ? Direction::row : direction;
-      return CodedMatrix{group[part_of(as, 0)], &how, as, group[part_of(as, 1)],
-                         how.format->layout.has_amax ? group[part_of(as, 2)] : Tensor()};
-    };
-    row = coded(Direction::row);
-    column = coded(Direction::column);
-  }
-};
+Codes in_codes(const Tensor& x, const char* text) {
+  const Quantizer& how = quantizer(text);
+  return codes_in(
+      dispatch<Quantize>(
+          {.x = x, .given = given_for(how), .quantizer = how, .output_mask = {true, true, false}}),
+      how, true, true);
+}
 
+/// An operand that owns its tensors.
+struct Operand {
+  Codes codes;
+  Direction direction;
+  bool transposed;
+  CodedMatrix read() const { return codes.in(direction); }
+  const Tensor& matrix() const { return codes.parts[part_of(direction, 0)]; }
+  Tensor& matrix() { return codes.parts[part_of(direction, 0)]; }
+};
 struct OfCodes {
   const char* name;
-  CodedMatrix a;
-  bool a_transposed;
-  CodedMatrix b;
-  bool b_transposed;
+  Operand a, b;
 };
 
 /// y = x W^T, grad_x = g W and grad_W = g^T x.
-std::vector<OfCodes> products_of(const InCodes& x, const InCodes& w, const InCodes& g) {
-  return {{"y", x.row, false, w.row, true},
-          {"grad_x", g.row, false, w.column, false},
-          {"grad_W", g.column, true, x.column, false}};
+std::vector<OfCodes> products_of(const Codes& x, const Codes& w, const Codes& g) {
+  constexpr Direction kRow = Direction::row, kColumn = Direction::column;
+  return {{"y", {x, kRow, false}, {w, kRow, true}},
+          {"grad_x", {g, kRow, false}, {w, kColumn, false}},
+          {"grad_W", {g, kColumn, true}, {x, kColumn, false}}};
 }
 
 /// The product itself, and views that it holds on to.
 struct Views {
   explicit Views(const OfCodes& of, at::ScalarType dtype = at::kFloat)
-      : left(turned(of.a, of.a_transposed)),
-        right(turned(of.b, of.b_transposed)),
-        product(factor(of.a, left), factor(of.b, right), dtype,
+      : left(turned(of.a.matrix(), of.a.transposed)),
+        right(turned(of.b.matrix(), of.b.transposed)),
+        product(of.a.read().as(left), of.b.read().as(right), dtype,
                 {.sums = Sums::independent_of_threads}) {}
-  static Factor factor(const CodedMatrix& codes, const Tensor& matrix) {
-    return {matrix, codes.quantizer, codes.direction, &codes.scale,
-            codes.amax.defined() ? &codes.amax : nullptr};
-  }
   Tensor left, right;
   Product product;
 };
 
 /// The numbers of an operand in float64, as the emulation decodes them.
-Tensor numbers_of(const CodedMatrix& codes, bool transposed) {
-  const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
-  const Tensor numbers = Dequantize::reference({.codes = codes.matrix,
-                                                .dequant_scale = codes.scale,
-                                                .quantizer = *codes.quantizer,
-                                                .column = codes.direction == Direction::column,
-                                                .dtype = at::kDouble,
-                                                .amax = amax})[0];
-  return transposed ? numbers.t() : numbers;
+Tensor numbers_of(const Operand& operand) {
+  return turned(Dequantize::reference(dequantizing(operand.read(), at::kDouble))[0],
+                operand.transposed);
 }
 
 /// The scales of an operand [outer, k] for each of its numbers, from what cuBLASLt documents.
@@ -300,64 +289,62 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST_P(ScaledOperands, AreTheNumbersOfTheCodes) {
   const ScaledFormats& of = GetParam();
-  const InCodes x(random({of.rows, of.in}), of.x), w(random({of.out, of.in}, at::kFloat, 2), of.w),
-      g(random({of.rows, of.out}, at::kFloat, 3), of.g);
+  const Codes x = in_codes(random({of.rows, of.in}), of.x),
+              w = in_codes(random({of.out, of.in}, at::kFloat, 2), of.w),
+              g = in_codes(random({of.rows, of.out}, at::kFloat, 3), of.g);
   for (const OfCodes& codes : products_of(x, w, g)) {
     SCOPED_TRACE(codes.name);
     const Views views(codes);
     EXPECT_EQ(refusal_of_scaled_mm(views.product.type, of.device), "");
     const Tensor a = numbers_of(scaled_operand(views.product.a, true), true,
-                                codes.a.quantizer->format->element),
+                                codes.a.codes.quantizer->format->element),
                  b = numbers_of(scaled_operand(views.product.b, false), false,
-                                codes.b.quantizer->format->element)
+                                codes.b.codes.quantizer->format->element)
                          .t();
     constexpr double kRoundingsOfScales = 6;  // of two operands, three each
-    EXPECT_TRUE(is_within(at::mm(a, b), numbers_of(codes.a, codes.a_transposed),
-                          numbers_of(codes.b, codes.b_transposed), kRoundingsOfScales));
+    EXPECT_TRUE(
+        is_within(at::mm(a, b), numbers_of(codes.a), numbers_of(codes.b), kRoundingsOfScales));
   }
 }
 
 TEST(ScaledMm, CodesAreCopiedOnlyWhereTheyLieOtherwise) {
-  const InCodes x(random({48, 32}), "fp8_e4m3"), w(random({80, 32}, at::kFloat, 2), "fp8_e4m3"),
-      g(random({48, 80}, at::kFloat, 3), "fp8_e5m2");
+  const Codes x = in_codes(random({48, 32}), "fp8_e4m3"),
+              w = in_codes(random({80, 32}, at::kFloat, 2), "fp8_e4m3"),
+              g = in_codes(random({48, 80}, at::kFloat, 3), "fp8_e5m2");
   const bool copies[][2] = {{false, false}, {false, true}, {true, true}};
   size_t place = 0;
   for (const OfCodes& codes : products_of(x, w, g)) {
     SCOPED_TRACE(codes.name);
     const Views views(codes);
-    EXPECT_EQ(!scaled_operand(views.product.a, true).codes.is_alias_of(codes.a.matrix),
+    EXPECT_EQ(!scaled_operand(views.product.a, true).codes.is_alias_of(codes.a.matrix()),
               copies[place][0]);
-    EXPECT_EQ(!scaled_operand(views.product.b, false).codes.is_alias_of(codes.b.matrix),
+    EXPECT_EQ(!scaled_operand(views.product.b, false).codes.is_alias_of(codes.b.matrix()),
               copies[place][1]);
     ++place;
   }
 }
 
 TEST(ScaledMm, RowsThatBeginBetweenSixteenBytesAreCopied) {
-  const InCodes x(random({48, 32}), "fp8_e4m3");
+  const Codes x = in_codes(random({48, 32}), "fp8_e4m3");
   for (const auto& [first, copies] : {std::pair(int64_t{16}, false), {3, true}}) {
     const Tensor wide = at::empty({48, 64}, at::kByte), inner = wide.narrow(1, first, 32);
-    inner.copy_(x.row.matrix);
-    const ScaledOperand operand = scaled_operand(Views::factor(x.row, inner), true);
+    inner.copy_(x.parts[row_codes]);
+    const ScaledOperand operand = scaled_operand(x.in(Direction::row).as(inner), true);
     EXPECT_EQ(!operand.codes.is_alias_of(wide), copies);
-    EXPECT_TRUE(same(operand.codes.view(at::kByte), x.row.matrix));
+    EXPECT_TRUE(same(operand.codes.view(at::kByte), x.parts[row_codes]));
     EXPECT_EQ(reinterpret_cast<uintptr_t>(operand.codes.const_data_ptr()) % 16, 0);
   }
 }
 
 /// Codes with memory of others between their rows and before the first, whose rows begin anywhere.
-CodedMatrix with_gaps(CodedMatrix codes) {
-  const int64_t rows = codes.matrix.size(0), cols = codes.matrix.size(1);
+Tensor with_gaps(const Tensor& codes) {
+  const int64_t rows = codes.size(0), cols = codes.size(1);
   const Tensor wide = at::full({rows, cols + 5}, 0x7F, at::kByte);
-  wide.narrow(1, 3, cols).copy_(codes.matrix);
-  codes.matrix = wide.narrow(1, 3, cols);
-  return codes;
+  wide.narrow(1, 3, cols).copy_(codes);
+  return wide.narrow(1, 3, cols);
 }
 /// Codes that lie as a transposed matrix.
-CodedMatrix by_columns(CodedMatrix codes) {
-  codes.matrix = codes.matrix.t().contiguous().t();
-  return codes;
-}
+Tensor by_columns(const Tensor& codes) { return codes.t().contiguous().t(); }
 
 double unit_of(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? 0x1p-8 : dtype == at::kHalf ? 0x1p-11 : 0;
@@ -367,8 +354,7 @@ double unit_of(at::ScalarType dtype) {
 class ScaledProduct : public ::testing::Test {
  protected:
   static void expect_the_product(const OfCodes& codes) {
-    const Tensor a = numbers_of(codes.a, codes.a_transposed),
-                 b = numbers_of(codes.b, codes.b_transposed);
+    const Tensor a = numbers_of(codes.a), b = numbers_of(codes.b);
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
       SCOPED_TRACE(::testing::Message() << codes.name << " " << dtype);
       const Views views(codes, dtype);
@@ -377,8 +363,8 @@ class ScaledProduct : public ::testing::Test {
       // Two roundings of operands beside the sum.
       const double units = static_cast<double>(a.size(1)) + 2;
       EXPECT_TRUE(is_within(got, a, b, units, unit_of(dtype)));
-      multiply_codes(codes.a, codes.a_transposed, codes.b, codes.b_transposed, Rows::of_the_result,
-                     decoded);
+      multiply_codes(codes.a.read(), codes.a.transposed, codes.b.read(), codes.b.transposed,
+                     Rows::of_the_result, decoded);
       EXPECT_TRUE(is_within(decoded, a, b, units, unit_of(dtype)));
     }
   }
@@ -392,16 +378,16 @@ TEST_F(ScaledProduct, IsThatOfDecodedCodes) {
     for (const auto& [of_x, of_g] :
          {std::pair("fp8_e4m3", "fp8_e5m2"), {"fp8_e5m2:current:pow2=1", "fp8_e4m3"}}) {
       SCOPED_TRACE(::testing::Message() << rows << " " << in << " " << out << " " << of_x);
-      const InCodes x(random({rows, in}), of_x),
-          w(random({out, in}, at::kFloat, 2) * 1e-3, "fp8_e4m3"),
-          g(random({rows, out}, at::kFloat, 3) * 100, of_g);
+      const Codes x = in_codes(random({rows, in}), of_x),
+                  w = in_codes(random({out, in}, at::kFloat, 2) * 1e-3, "fp8_e4m3"),
+                  g = in_codes(random({rows, out}, at::kFloat, 3) * 100, of_g);
       for (OfCodes& codes : products_of(x, w, g)) {
         expect_the_product(codes);
-        codes.a = with_gaps(codes.a);
-        codes.b = by_columns(codes.b);
+        codes.a.matrix() = with_gaps(codes.a.matrix());
+        codes.b.matrix() = by_columns(codes.b.matrix());
         expect_the_product(codes);
-        codes.a = by_columns(codes.a);
-        codes.b = with_gaps(codes.b);
+        codes.a.matrix() = by_columns(codes.a.matrix());
+        codes.b.matrix() = with_gaps(codes.b.matrix());
         expect_the_product(codes);
       }
     }
@@ -410,8 +396,9 @@ TEST_F(ScaledProduct, IsThatOfDecodedCodes) {
 TEST_F(ScaledProduct, KeepsNan) {
   Tensor x = random({16, 32});
   x[3][5] = NAN;
-  const InCodes codes(x, "fp8_e4m3"), w(random({16, 32}, at::kFloat, 2), "fp8_e4m3");
-  const OfCodes product{"y", codes.row, false, w.row, true};
+  const Codes codes = in_codes(x, "fp8_e4m3"),
+              w = in_codes(random({16, 32}, at::kFloat, 2), "fp8_e4m3");
+  const OfCodes product{"y", {codes, Direction::row, false}, {w, Direction::row, true}};
   const Views views(product);
   const Tensor y = at::empty({16, 16});
   multiply_by_scaled_mm(views.product, y);
@@ -420,10 +407,11 @@ TEST_F(ScaledProduct, KeepsNan) {
 }
 
 TEST_F(ScaledProduct, OnTheCpuIsDecodedAndSaysSo) {
-  const InCodes x(random({16, 32}), "fp8_e4m3"), w(random({16, 32}, at::kFloat, 2), "fp8_e4m3");
+  const Codes x = in_codes(random({16, 32}), "fp8_e4m3"),
+              w = in_codes(random({16, 32}, at::kFloat, 2), "fp8_e4m3");
   const Tensor y = at::empty({16, 16});
-  const ImplementationNames took =
-      multiply_codes(x.row, false, w.row, true, Rows::of_the_result, y);
+  const ImplementationNames took = multiply_codes(x.in(Direction::row), false, w.in(Direction::row),
+                                                  true, Rows::of_the_result, y);
   EXPECT_THAT(names_in(took), ::testing::ElementsAre("cpu", "tiles"));
   EXPECT_THAT(reasons_in(took),
               ::testing::ElementsAre("no library multiplies codes on this device"));

@@ -169,13 +169,13 @@ void multiply_with_epilogue(const Product& product, const Tensor& result) {
 bool is_of_codes(const ProductType& type) {
   return takes_codes && type.a.quantizer != nullptr && type.b.quantizer != nullptr;
 }
-Tensor numbers(const kernel_ops::Factor& factor) {
+Tensor numbers(const CodedMatrix& there) {
   std::optional<Tensor> amax;
-  if (factor.amax != nullptr) amax = on_host(*factor.amax);
-  return kernel_ops::Dequantize::reference({.codes = on_host(factor.matrix),
-                                            .dequant_scale = on_host(*factor.dequant_scale),
-                                            .quantizer = *factor.quantizer,
-                                            .column = factor.direction == Direction::column,
+  if (there.amax != nullptr) amax = on_host(*there.amax);
+  return kernel_ops::Dequantize::reference({.codes = on_host(there.matrix),
+                                            .dequant_scale = on_host(*there.dequant_scale),
+                                            .quantizer = *there.quantizer,
+                                            .column = there.is_column(),
                                             .dtype = at::kDouble,
                                             .amax = amax})[0];
 }
@@ -190,15 +190,15 @@ std::string_view refusal(const ProductType& type) {
   return kernel_ops::refusal_of_scaled_mm(type, pretended);
 }
 void multiply_scaled(const Product& product, const Tensor& result) {
-  const auto hosts = [](const kernel_ops::Factor& factor) {
-    return std::array{on_host(factor.matrix), on_host(*factor.dequant_scale)};
+  const auto hosts = [](const CodedMatrix& there) {
+    return std::array{on_host(there.matrix), on_host(*there.dequant_scale)};
   };
   const auto a = hosts(product.a), b = hosts(product.b);
-  const auto factor = [](const kernel_ops::Factor& there, const std::array<Tensor, 2>& here) {
-    return kernel_ops::Factor{here[0], there.quantizer, there.direction, &here[1]};
+  const auto operand = [](const CodedMatrix& there, const std::array<Tensor, 2>& here) {
+    return CodedMatrix(here[0], there.quantizer, there.direction, &here[1]);
   };
   kernel_ops::multiply_by_scaled_mm(
-      Product(factor(product.a, a), factor(product.b, b), product.type.dtype), on_host(result));
+      Product(operand(product.a, a), operand(product.b, b), product.type.dtype), on_host(result));
 }
 
 class SecondDevice : public ::testing::Test {

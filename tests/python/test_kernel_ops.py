@@ -217,6 +217,7 @@ REFUSED = {
     "no matrix": (lambda x: torch.ops.tandem.grouped_product(x, torch.tensor([4]), [], [], None, False, None, [], []), "grouped_product: expected a matrix for each group, got none. Pass one at least."),
     "groups below 0": (lambda x: torch.ops.tandem.grouped_amaxes(x, None, -1), "grouped_amaxes: expected 0 to 16777216 groups, got -1. Pass as many as splits has numbers."),
     "too many groups": (lambda x: torch.ops.tandem.grouped_grad_weight(x, x, torch.tensor([4]), 2**40), "grouped_grad_weight: expected 0 to 16777216 groups, got 1099511627776."),
+    "no quantizer for the weights": (lambda x: torch.ops.tandem.grouped_product(x, torch.tensor([4]), [x], [], None, True, "fp8_e4m3", [], []), "grouped_linear: expected a quantizer for the other operand too, got none. Pass one for each operand."),
     "no piece": (lambda x: torch.ops.tandem.weight_codes([], None, None, None, None, None, None, x, torch.zeros(STAMP, dtype=torch.int64), x, "fp8_e4m3", [True, False]), "refresh_weight_: expected the pieces of a weight, got none. Pass one at least."),
     "a scale elsewhere": (lambda x: torch.ops.tandem.sum_rows.codes(x, torch.float32, "fp8_e5m2:delayed", torch.ones((), device="meta"), [True, False, False]), "tandem::sum_rows: expected x and codes_given on one device, got cpu and meta."),
 }  # fmt: skip

@@ -40,13 +40,16 @@ std::optional<Tensor> given_to_group(const GroupQuantizer& how, size_t group) {
   return at::cat({seed.view({1}), at::full({1}, g, seed.options())});
 }
 
-/// A group's operand: in codes if there is a quantizer, else its numbers.
-CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const GroupQuantizer& how,
-                    size_t number, Direction direction) {
-  if (how.quantizer == nullptr) return {numbers};
+/// A group's operand in codes of one direction.
+Codes quantized(ImplementationNames& took, const Tensor& numbers, const GroupQuantizer& how,
+                size_t number, Direction direction) {
+  TORCH_CHECK_VALUE(
+      how.quantizer != nullptr,
+      "grouped_linear: expected a quantizer for the other operand too, got none. Pass "
+      "one for each operand.");
   const Quantizer& quantizer = *how.quantizer;
-  const bool is_row =
-      direction == Direction::row || quantizer.format->layout.serves_both_directions;
+  const bool is_column = direction == Direction::column,
+             is_row = !is_column || serves_both_directions(quantizer);
   Group group = run<Quantize>(took, {},
                               {.x = numbers.contiguous(),
                                .given = given_to_group(how, number),
@@ -54,33 +57,23 @@ CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const Grou
                                .output_mask = {is_row, !is_row, how.amaxes.defined()}});
   if (how.amaxes.defined())
     how.amaxes.select(0, static_cast<int64_t>(number)).copy_(group[group_amax]);
-  return {std::move(group[is_row ? row_codes : column_codes]), &quantizer, direction,
-          std::move(group[is_row ? row_scale : column_scale]),
-          quantizer.format->layout.has_amax ? std::move(group[is_row ? row_amax : column_amax])
-                                            : Tensor()};
+  return codes_in(std::move(group), quantizer, !is_column, is_column);
 }
 
 /// The dequantized values of a group's row codes.
 Tensor rounded(ImplementationNames& took, const Tensor& numbers, const GroupQuantizer& how,
                size_t group, at::ScalarType dtype) {
-  const CodedMatrix codes = operand(took, numbers, how, group, Direction::row);
+  const Codes codes = quantized(took, numbers, how, group, Direction::row);
   const c10::SymDimVector sizes = sizes_of(numbers);
-  const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
-  return run<Dequantize>(took, {},
-                         {.codes = codes.matrix,
-                          .dequant_scale = codes.scale,
-                          .quantizer = *codes.quantizer,
-                          .column = codes.direction == Direction::column,
-                          .dtype = dtype,
-                          .amax = amax,
-                          .sizes = c10::SymIntArrayRef(sizes)})[0];
+  return run<Dequantize>(
+      took, {}, dequantizing(codes.in(Direction::row), dtype, c10::SymIntArrayRef(sizes)))[0];
 }
 
 /// target = beta * target + column * row: an outer product.
 void add_outer(ImplementationNames& took, const Tensor& column, const Tensor& row,
                const Tensor& target, double beta = 1) {
   const Tensor left = column.unsqueeze(1), right = row.unsqueeze(0);
-  took |= multiply(Product({left}, {right}, target.scalar_type(), {.beta = beta}), target);
+  took |= multiply(Product(left, right, target.scalar_type(), {.beta = beta}), target);
 }
 
 /// y = sums + bias, rounded once. `sums` may be y.
@@ -179,18 +172,21 @@ ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matri
     if (is_added_to && biases.scales)
       add_outer(took, *biases.scales, biases.biases[group], y, /*beta=*/0);
     if (is_added_to && !biases.scales) y.copy_(biases.biases[group]);
-    took |= multiply(Product({x}, {right}, y.scalar_type(), {.beta = is_added_to ? 1.0 : 0.0}), y);
+    took |= multiply(Product(x, right, y.scalar_type(), {.beta = is_added_to ? 1.0 : 0.0}), y);
     if (adds && !is_added_to) add_bias(took, biases, group, y, y);
   } else {
+    const bool is_coded = !matrices.scales.empty();
+    const Codes own =
+        is_coded ? Codes() : quantized(took, matrix, matrices.quantizer, group, along);
     const CodedMatrix weight =
-        matrices.scales.empty()
-            ? operand(took, matrix, matrices.quantizer, group, along)
-            : CodedMatrix{matrix, matrices.quantizer.quantizer, along, matrices.scales[group],
-                          matrices.amaxes.empty() ? Tensor() : matrices.amaxes[group]};
+        is_coded ? CodedMatrix(matrix, matrices.quantizer.quantizer, along, &matrices.scales[group],
+                               matrices.amaxes.empty() ? nullptr : &matrices.amaxes[group])
+                 : own.in(along);
+    const Codes rows = quantized(took, x, quantizer, group, Direction::row);
     const Tensor sums =
         adds && is_narrow(y.scalar_type()) ? empty_beside(y, y.sizes(), at::kFloat) : y;
-    took |= multiply_codes(operand(took, x, quantizer, group, Direction::row), false, weight,
-                           transposed, Rows::of_the_result, sums);
+    took |= multiply_codes(rows.in(Direction::row), false, weight, transposed, Rows::of_the_result,
+                           sums);
     if (adds) add_bias(took, biases, group, sums, y);
   }
   return took;
@@ -233,8 +229,9 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
         is_quantized ? at::kFloat : c10::promoteTypes(x.scalar_type(), target.scalar_type());
     const Tensor sums = is_spare ? target : empty_beside(x, target.sizes(), wide);
     if (is_quantized) {
-      took |= multiply_codes(operand(took, grad_y, quantizers.grad_y, group, Direction::column),
-                             true, operand(took, x, quantizers.x, group, Direction::column), false,
+      const Codes left = quantized(took, grad_y, quantizers.grad_y, group, Direction::column),
+                  right = quantized(took, x, quantizers.x, group, Direction::column);
+      took |= multiply_codes(left.in(Direction::column), true, right.in(Direction::column), false,
                              Rows::contracted, sums);
     } else {
       took |= grad_weight_of_group(grad_y, x, quantizers, group, sums, /*accumulate=*/false);
@@ -247,12 +244,12 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
   const Tensor left = grad_y.to(wide).t(), right = x.to(wide);
   if (wide == target.scalar_type()) {
     took |= multiply(
-        Product({left}, {right}, wide, {.rows = Rows::contracted, .beta = accumulate ? 1.0 : 0.0}),
+        Product(left, right, wide, {.rows = Rows::contracted, .beta = accumulate ? 1.0 : 0.0}),
         target);
     return took;
   }
   const Tensor sums = empty_beside(x, target.sizes(), wide);
-  took |= multiply(Product({left}, {right}, wide, {.rows = Rows::contracted}), sums);
+  took |= multiply(Product(left, right, wide, {.rows = Rows::contracted}), sums);
   accumulate ? target.add_(sums) : target.copy_(sums);
   return took;
 }
@@ -260,7 +257,8 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
 ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedMatrix& x,
                                          const Tensor& target, bool accumulate) {
   if (x.quantizer == nullptr)
-    return grad_weight_of_group(turned(grad_y, false), turned(x, false), {}, 0, target, accumulate);
+    return grad_weight_of_group(turned(grad_y.matrix, false), turned(x.matrix, false), {}, 0,
+                                target, accumulate);
   const bool is_spare = !accumulate && target.is_contiguous() && is_plain(target) &&
                         target.device() == x.matrix.device();
   const Tensor sums = is_spare ? target : empty_beside(x.matrix, target.sizes(), at::kFloat);
@@ -269,9 +267,9 @@ ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedM
   return took;
 }
 
-CodedMatrix codes_of_group(const Tensor& numbers, const GroupQuantizer& how, size_t group) {
+Codes codes_of_group(const Tensor& numbers, const GroupQuantizer& how, size_t group) {
   ImplementationNames took = 0;
-  return operand(took, numbers, how, group, Direction::row);
+  return quantized(took, numbers, how, group, Direction::row);
 }
 
 Tensor amax_of_rows(const Tensor& rows) {
@@ -289,7 +287,7 @@ ImplementationNames grad_bias_of_group(const Tensor& grad_y, const std::optional
     target.zero_();
   } else if (scales) {
     const Tensor left = scales->unsqueeze(0);
-    took |= multiply(Product({left}, {grad_y}, target.scalar_type(), {.rows = Rows::contracted}),
+    took |= multiply(Product(left, grad_y, target.scalar_type(), {.rows = Rows::contracted}),
                      target.unsqueeze(0));
   } else {
     const Tensor sums =
@@ -302,7 +300,7 @@ ImplementationNames grad_bias_of_group(const Tensor& grad_y, const std::optional
 ImplementationNames grad_scales_of_group(const Tensor& grad_y, const Tensor& bias,
                                          const Tensor& target) {
   const Tensor right = bias.unsqueeze(1);
-  return multiply(Product({grad_y}, {right}, target.scalar_type()), target.unsqueeze(1));
+  return multiply(Product(grad_y, right, target.scalar_type()), target.unsqueeze(1));
 }
 
 std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t rows) {

@@ -94,7 +94,7 @@ ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedM
                                          const at::Tensor& target, bool accumulate);
 
 /// The row codes of a group, as its product computes them.
-CodedMatrix codes_of_group(const at::Tensor& numbers, const GroupQuantizer& how, size_t group);
+Codes codes_of_group(const at::Tensor& numbers, const GroupQuantizer& how, size_t group);
 
 /// The largest magnitude, ignoring NaN, in float32: []. Zero if there are no rows.
 at::Tensor amax_of_rows(const at::Tensor& rows);

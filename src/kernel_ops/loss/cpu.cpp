@@ -213,12 +213,12 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
                     static_cast<const char*>(x.data) + static_cast<size_t>(places[r]) * x.stride *
                                                            (bytes / std::max<size_t>(1, x.cols)),
                     bytes);
-      multiply(Product({from}, {turned}, dtype), z);
+      multiply(Product(from, turned, dtype), z);
       const kernels::Rows of_z = rows_out(z);
       compute(of_z, first, wants_gradient ? of_z : kernels::Rows());
       if (of_rows.defined()) {
         const Tensor to = first_rows(of_inputs, some);
-        multiply(Product({z}, {weight}, to.scalar_type()), to);
+        multiply(Product(z, weight, to.scalar_type()), to);
         const size_t size = static_cast<size_t>(hidden) * of_rows.element_size();
         for (int64_t r = 0; r < some; ++r)
           std::memcpy(
@@ -230,7 +230,7 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
         // The sum over many rows may overflow float16.
         const at::ScalarType of_piece = dtype == at::kHalf ? at::kFloat : dtype;
         of_weight.add(of_piece, /*may_add=*/true, [&](const Tensor& to, bool adds) {
-          multiply(Product({turned_z}, {from}, of_piece,
+          multiply(Product(turned_z, from, of_piece,
                            {.rows = kernel_ops::Rows::contracted, .beta = adds ? 1.0 : 0.0}),
                    to);
         });

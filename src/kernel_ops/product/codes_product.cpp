@@ -13,37 +13,12 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-Factor factor(const CodedMatrix& operand, const Tensor& as_read) {
-  return {as_read, operand.quantizer, operand.direction, &operand.scale,
-          operand.amax.defined() ? &operand.amax : nullptr};
-}
-
-std::optional<Tensor> maybe(const Tensor& tensor) {
-  return tensor.defined() ? std::optional(tensor) : std::nullopt;
-}
-
-/// The arguments that decode an operand.
-Decode::Args decoding(const CodedMatrix& codes) {
-  return {.codes = codes.matrix,
-          .dequant_scale = codes.scale,
-          .quantizer = *codes.quantizer,
-          .column = codes.direction == Direction::column,
-          .amax = maybe(codes.amax)};
-}
-
-/// The decoded operand, with its scale if that is applied to the product.
-CodedMatrix decoded(const CodedMatrix& codes, const Tensor& numbers) {
-  CodedMatrix result{numbers};
-  if (codes.quantizer->format->layout.applies_at_end) result.scale = codes.scale;
-  return result;
-}
-
 // The operands as the kernel op gets them.
 
 CodedMatrix coded(const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& amax,
                   const Quantizer& quantizer, bool column) {
-  return {codes, &quantizer, column ? Direction::column : Direction::row, scale,
-          amax.value_or(Tensor())};
+  return {codes, &quantizer, column ? Direction::column : Direction::row, &scale,
+          amax ? &*amax : nullptr};
 }
 CodedMatrix left_of(const MultiplyCodes::Args& args) {
   return coded(args.a, args.a_scale, args.a_amax, args.a_quantizer, args.a_column);
@@ -69,11 +44,15 @@ c10::SymInt padded(const Quantizer& quantizer, const c10::SymInt& k) {
 
 }  // namespace
 
-Tensor turned(const CodedMatrix& operand, bool is_transposed) {
-  const Tensor& matrix = operand.matrix;
-  const MatrixSize size(matrix.sym_sizes());
-  const Tensor flat = matrix.dim() == 2 ? matrix : matrix.reshape_symint({size.rows, size.cols});
+Tensor turned(const Tensor& tensor, bool is_transposed) {
+  const MatrixSize size(tensor.sym_sizes());
+  const Tensor flat = tensor.dim() == 2 ? tensor : tensor.reshape_symint({size.rows, size.cols});
   return is_transposed ? flat.t() : flat;
+}
+
+std::optional<Tensor> scale_at_end(const CodedMatrix& codes) {
+  return codes.quantizer->format->layout.applies_at_end ? std::optional(*codes.dequant_scale)
+                                                        : std::nullopt;
 }
 
 void cut_padding(Tensor& a, const Quantizer& a_quantizer, Tensor& b, const Quantizer& b_quantizer) {
@@ -87,28 +66,25 @@ void cut_padding(Tensor& a, const Quantizer& a_quantizer, Tensor& b, const Quant
 
 ImplementationNames multiply_codes(const CodedMatrix& a, bool a_transposed, const CodedMatrix& b,
                                    bool b_transposed, Rows rows, const Tensor& target) {
-  const Tensor left = turned(a, a_transposed), right = turned(b, b_transposed);
-  const Product product(factor(a, left), factor(b, right), target.scalar_type(),
+  const Tensor left = turned(a.matrix, a_transposed), right = turned(b.matrix, b_transposed);
+  const Product product(a.as(left), b.as(right), target.scalar_type(),
                         {.rows = rows, .sums = Sums::independent_of_threads});
   if (choose(product) != nullptr) return multiply(product, target);
   ImplementationNames took = why_decoded(product);
-  const CodedMatrix first = decoded(a, run<Decode>(took, {}, decoding(a))[0]),
-                    second = decoded(b, run<Decode>(took, {}, decoding(b))[0]);
-  const bool finishes = first.scale.defined() || second.scale.defined() ||
-                        target.scalar_type() != first.matrix.scalar_type();
+  Tensor numbers = turned(run<Decode>(took, {}, decoding(a))[0], a_transposed),
+         others = turned(run<Decode>(took, {}, decoding(b))[0], b_transposed);
+  const std::optional<Tensor> a_scale = scale_at_end(a), b_scale = scale_at_end(b);
+  const bool finishes = a_scale || b_scale || target.scalar_type() != numbers.scalar_type();
   const Tensor sums =
-      finishes ? empty_beside(target, target.sizes(), first.matrix.scalar_type()) : target;
-  Tensor numbers = turned(first, a_transposed), others = turned(second, b_transposed);
+      finishes ? empty_beside(target, target.sizes(), numbers.scalar_type()) : target;
   cut_padding(numbers, *a.quantizer, others, *b.quantizer);
-  took |= multiply(Product({numbers}, {others}, sums.scalar_type(),
+  took |= multiply(Product(numbers, others, sums.scalar_type(),
                            {.rows = rows, .sums = Sums::independent_of_threads}),
                    sums);
   if (!finishes) return took;
-  const Tensor scaled = run<ScaleProduct>(took, {target},
-                                          {.product = sums,
-                                           .a_scale = maybe(first.scale),
-                                           .b_scale = maybe(second.scale),
-                                           .dtype = target.scalar_type()})[0];
+  const Tensor scaled = run<ScaleProduct>(
+      took, {target},
+      {.product = sums, .a_scale = a_scale, .b_scale = b_scale, .dtype = target.scalar_type()})[0];
   if (!scaled.is_same(target)) target.copy_(scaled);  // a dtype without a kernel
   return took;
 }
@@ -133,22 +109,38 @@ void MultiplyCodes::cpu(const Args& args, std::span<Tensor> results) {
 
 Results<1> MultiplyCodes::reference(const Args& args) {
   const CodedMatrix a = left_of(args), b = right_of(args);
-  const Tensor left = turned(a, args.a_transposed), right = turned(b, args.b_transposed);
-  const Product product(factor(a, left), factor(b, right), args.dtype,
+  const Tensor left = turned(args.a, args.a_transposed), right = turned(args.b, args.b_transposed);
+  const Product product(a.as(left), b.as(right), args.dtype,
                         {.sums = Sums::independent_of_threads});
   if (!detail::is_differentiated(args) && choose(product) != nullptr) {
     const Tensor result = empty_beside(args.a, {left.size(0), right.size(1)}, args.dtype);
     multiply(product, result);
     return {result};
   }
-  const CodedMatrix first = decoded(a, Decode::reference(decoding(a))[0]),
-                    second = decoded(b, Decode::reference(decoding(b))[0]);
-  Tensor numbers = turned(first, args.a_transposed), others = turned(second, args.b_transposed);
+  Tensor numbers = turned(Decode::reference(decoding(a))[0], args.a_transposed),
+         others = turned(Decode::reference(decoding(b))[0], args.b_transposed);
   cut_padding(numbers, args.a_quantizer, others, args.b_quantizer);
   return ScaleProduct::reference({.product = at::mm(numbers, others),
-                                  .a_scale = maybe(first.scale),
-                                  .b_scale = maybe(second.scale),
+                                  .a_scale = scale_at_end(a),
+                                  .b_scale = scale_at_end(b),
                                   .dtype = args.dtype});
+}
+
+MultiplyCodes::Args MultiplyCodes::of(const CodedMatrix& a, bool a_transposed, const CodedMatrix& b,
+                                      bool b_transposed, at::ScalarType dtype) {
+  return {.a = a.matrix,
+          .a_scale = *a.dequant_scale,
+          .a_amax = a.maybe_amax(),
+          .a_quantizer = *a.quantizer,
+          .a_column = a.is_column(),
+          .a_transposed = a_transposed,
+          .b = b.matrix,
+          .b_scale = *b.dequant_scale,
+          .b_amax = b.maybe_amax(),
+          .b_quantizer = *b.quantizer,
+          .b_column = b.is_column(),
+          .b_transposed = b_transposed,
+          .dtype = dtype};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {

@@ -7,17 +7,11 @@
 
 namespace tandem::kernel_ops {
 
-/// A matrix over its last dimension: unquantized, or codes with their scale and, if the format has
-/// one, amax.
-struct CodedMatrix {
-  at::Tensor matrix;
-  /// nullptr: the matrix is unquantized.
-  const Quantizer* quantizer = nullptr;
-  Direction direction = Direction::row;
-  at::Tensor scale = {}, amax = {};
-};
-/// The operand as a matrix of two dimensions, transposed or not.
-at::Tensor turned(const CodedMatrix& operand, bool is_transposed);
+/// The matrix over a tensor's last dimension, with two dimensions, transposed or not.
+at::Tensor turned(const at::Tensor& tensor, bool is_transposed);
+
+/// The scale that is applied to a product of decoded codes, where the format has such a scale.
+std::optional<at::Tensor> scale_at_end(const CodedMatrix& codes);
 
 /// Cuts matrices [m, k] and [k, n] to a common k. A packed operand decodes to whole blocks and so
 /// ends in zeros; the other operand may not.
@@ -63,6 +57,9 @@ struct MultiplyCodes {
   static void cpu(const Args& args, std::span<Tensor> results);
   /// In ATen operations, unless the list of products has an implementation for the device.
   static Results<1> reference(const Args& args);
+  /// The arguments for these operands.
+  static Args of(const CodedMatrix& a, bool a_transposed, const CodedMatrix& b, bool b_transposed,
+                 at::ScalarType dtype);
 };
 
 }  // namespace tandem::kernel_ops

@@ -358,23 +358,24 @@ std::atomic<const void*>& products() {
   return *list;
 }
 
-ProductType::Operand operand(const Factor& factor) {
-  const at::IntArrayRef sizes = factor.matrix.sizes();
-  const c10::DimVector strides = strides_of(factor.matrix);
-  return {sizes[0],         sizes[1],        strides[0], strides[1], factor.matrix.scalar_type(),
-          factor.quantizer, factor.direction};
+ProductType::Operand operand(const CodedMatrix& read) {
+  const at::IntArrayRef sizes = read.matrix.sizes();
+  const c10::DimVector strides = strides_of(read.matrix);
+  return {sizes[0],       sizes[1],      strides[0], strides[1], read.matrix.scalar_type(),
+          read.quantizer, read.direction};
 }
 
-bool is_plain_on(c10::Device device, const Factor& factor) {
-  return factor.matrix.device() == device && is_plain(factor.matrix) &&
-         std::ranges::all_of(std::array{factor.dequant_scale, factor.amax}, [&](const auto* scale) {
-           return scale == nullptr || (scale->device() == device && is_plain(*scale));
-         });
+bool is_plain_on(c10::Device device, const CodedMatrix& operand) {
+  return operand.matrix.device() == device && is_plain(operand.matrix) &&
+         std::ranges::all_of(
+             std::array{operand.dequant_scale, operand.amax}, [&](const auto* scale) {
+               return scale == nullptr || (scale->device() == device && is_plain(*scale));
+             });
 }
 
 }  // namespace
 
-Product::Product(const Factor& left, const Factor& right, at::ScalarType dtype,
+Product::Product(const CodedMatrix& left, const CodedMatrix& right, at::ScalarType dtype,
                  const ProductOptions& options)
     : a(left),
       b(right),

@@ -4,7 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "kernel_ops/framework/implementations.h"
-#include "quantization/formats/quantizer.h"
+#include "quantization/formats/codes.h"
 
 namespace tandem::kernel_ops {
 
@@ -15,17 +15,6 @@ enum class Rows : uint8_t { of_the_result, contracted };
 /// How a product may be summed. Libraries split a long sum of few elements among threads, so its
 /// last bits depend on their number. Quantized products must not depend on it.
 enum class Sums : uint8_t { any, independent_of_threads };
-
-/// A matrix that a product reads: unquantized, or codes, which may be packed, with their scales.
-struct Factor {
-  const at::Tensor& matrix;
-  /// nullptr: the matrix is unquantized.
-  const Quantizer* quantizer = nullptr;
-  Direction direction = Direction::row;
-  const at::Tensor* dequant_scale = nullptr;
-  /// nullptr if the format has no amax.
-  const at::Tensor* amax = nullptr;
-};
 
 /// The properties of a product by which its implementation is chosen:
 ///   result = unit(alpha a b + beta result + bias),
@@ -77,9 +66,9 @@ struct ProductOptions {
 
 /// A product of these matrices, with views of its tensors.
 struct Product {
-  Product(const Factor& left, const Factor& right, at::ScalarType dtype,
+  Product(const CodedMatrix& left, const CodedMatrix& right, at::ScalarType dtype,
           const ProductOptions& options = {});
-  Factor a, b;
+  CodedMatrix a, b;
   const at::Tensor *bias, *unit_argument, *amax;
   ProductType type;
 };

@@ -115,22 +115,22 @@ Tensor scales_of_squares(const Tensor& lines, const Tensor& scale) {
 }
 
 /// The scales of small blocks, [up(outer, 128), up(blocks of k, 4)].
-Tensor by_rows(const Factor& factor) {
-  return factor.direction == Direction::row ? *factor.dequant_scale : factor.dequant_scale->t();
+Tensor by_rows(const CodedMatrix& read) {
+  return read.is_column() ? read.dequant_scale->t() : *read.dequant_scale;
 }
 
-Tensor scale_of(Family family, const Factor& factor, const Tensor& lines) {
+Tensor scale_of(Family family, const CodedMatrix& read, const Tensor& lines) {
   switch (family) {
     case Family::tensor:
-      return *factor.dequant_scale;
+      return *read.dequant_scale;
     case Family::line:
-      return factor.dequant_scale->contiguous().narrow(1, 0, lines.size(0)).t();
+      return read.dequant_scale->contiguous().narrow(1, 0, lines.size(0)).t();
     case Family::square:
-      return scales_of_squares(lines, *factor.dequant_scale).t();
+      return scales_of_squares(lines, *read.dequant_scale).t();
     case Family::mx:
-      return swizzled(by_rows(factor)).view(at::kFloat8_e8m0fnu);
+      return swizzled(by_rows(read)).view(at::kFloat8_e8m0fnu);
     default:
-      return swizzled(by_rows(factor)).view(at::kFloat8_e4m3fn);
+      return swizzled(by_rows(read)).view(at::kFloat8_e4m3fn);
   }
 }
 
@@ -199,15 +199,15 @@ Tensor swizzled(const Tensor& scales) {
       .flatten();
 }
 
-ScaledOperand scaled_operand(const Factor& factor, bool is_left) {
-  const FormatDef& format = *factor.quantizer->format;
-  const auto [family, scaling, swizzle] = recipe_of(*factor.quantizer);
-  const Tensor lines = is_left ? factor.matrix : factor.matrix.t();
+ScaledOperand scaled_operand(const CodedMatrix& read, bool is_left) {
+  const FormatDef& format = *read.quantizer->format;
+  const auto [family, scaling, swizzle] = recipe_of(*read.quantizer);
+  const Tensor lines = is_left ? read.matrix : read.matrix.t();
   const Tensor codes = aligned_rows(lines).view(dtype_of(format.element));
-  ScaledOperand operand{is_left ? codes : codes.t(), scale_of(family, factor, lines), scaling,
+  ScaledOperand operand{is_left ? codes : codes.t(), scale_of(family, read, lines), scaling,
                         swizzle, Tensor()};
   if (format.layout.has_amax)
-    operand.factor = at::mul(*factor.amax, 1.0f / (6 * format.layout.largest_scale));
+    operand.factor = at::mul(*read.amax, 1.0f / (6 * format.layout.largest_scale));
   return operand;
 }
 

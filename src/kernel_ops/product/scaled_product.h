@@ -50,7 +50,7 @@ struct ScaledOperand {
 /// not contiguous (column codes, and codes for both directions if columns are contracted), reading
 /// and writing one byte per number. It also copies scales of MXFP8 and NVFP4, and those of
 /// transposed 128x128 codes.
-ScaledOperand scaled_operand(const Factor& factor, bool is_left);
+ScaledOperand scaled_operand(const CodedMatrix& read, bool is_left);
 
 /// Scales [128 i, 4 j] in the order in which cuBLASLt reads them: tiles of 128 by 4 row by row,
 /// within a tile the scale (r, c) at 16 (r mod 32) + 4 (r / 32) + c.

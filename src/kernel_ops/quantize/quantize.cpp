@@ -14,7 +14,7 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-Direction direction_of(bool column) { return column ? Direction::column : Direction::row; }
+Direction direction_along(bool column) { return column ? Direction::column : Direction::row; }
 
 /// The sizes of the dequantized values of K's codes. Checks that codes, scales and amax fit each
 /// other.
@@ -32,7 +32,7 @@ c10::SymDimVector checked_sizes(const typename K::Args& args) {
   TORCH_CHECK_VALUE(!is_packed(quantizer) || codes.dim() >= 1, op,
                     ": expected packed codes with at least 1 dimension, got a scalar. Pass what ",
                     "quantize returned.");
-  const Direction direction = direction_of(args.column);
+  const Direction direction = direction_along(args.column);
   const c10::SymDimVector numbers = sizes_of_numbers(quantizer, codes.sym_sizes(), direction);
   const auto sizes = layout.sizes(MatrixSize(numbers), direction);
   if (sizes.empty()) {
@@ -49,14 +49,11 @@ c10::SymDimVector checked_sizes(const typename K::Args& args) {
   return numbers;
 }
 
-/// The arguments that dequantize codes whose scales are applied to each element.
-Dequantize::Args with_scales(const Decode::Args& args) {
-  return {.codes = args.codes,
-          .dequant_scale = args.dequant_scale,
-          .quantizer = args.quantizer,
-          .column = args.column,
-          .dtype = at::kFloat,
-          .amax = args.amax};
+/// The operand in these arguments.
+template <typename Args>
+CodedMatrix codes_of(const Args& args) {
+  return {args.codes, &args.quantizer, direction_along(args.column), &args.dequant_scale,
+          args.amax ? &*args.amax : nullptr};
 }
 
 float number_of(const std::optional<Tensor>& scale) {
@@ -82,7 +79,7 @@ Specs<1> Dequantize::shapes(const Args& args) {
   check_decoded_dtype(kName, args.dtype);
   c10::SymDimVector numbers = checked_sizes<Dequantize>(args);
   if (!args.sizes) return {ResultSpec{std::move(numbers), args.dtype}};
-  const auto packed = sizes_of_codes(args.quantizer, *args.sizes, direction_of(args.column));
+  const auto packed = sizes_of_codes(args.quantizer, *args.sizes, direction_along(args.column));
   TORCH_CHECK_VALUE(args.codes.sym_sizes() == c10::SymIntArrayRef(packed),
                     "dequantize: expected codes of shape ", c10::SymIntArrayRef(packed),
                     " for numbers of shape ", *args.sizes, ", got ", args.codes.sym_sizes(),
@@ -92,18 +89,17 @@ Specs<1> Dequantize::shapes(const Args& args) {
 
 void Dequantize::cpu(const Args& args, std::span<Tensor> results) {
   const Tensor codes = args.codes.contiguous(), scale = args.dequant_scale.contiguous();
-  args.quantizer.scaling->cpu->dequantize({codes, scale, args.amax, direction_of(args.column)},
-                                          args.quantizer, results[0]);
+  args.quantizer.scaling->cpu->dequantize({codes, &args.quantizer, direction_along(args.column),
+                                           &scale, args.amax ? &*args.amax : nullptr},
+                                          results[0]);
 }
 
 Results<1> Dequantize::reference(const Args& args) {
   const FormatDef& format = *args.quantizer.format;
-  const Direction direction = direction_of(args.column);
-  const Tensor scales =
-      format.layout.scales_of_elements({args.codes, args.dequant_scale, args.amax, direction});
+  const Tensor scales = format.layout.scales_of_elements(codes_of(args));
   const Tensor each = format.layout.unpacked == nullptr
                           ? args.codes
-                          : format.layout.unpacked(args.codes, direction);
+                          : format.layout.unpacked(args.codes, direction_along(args.column));
   Tensor numbers = (decode_values(each, format.element) * scales).to(args.dtype);
   if (is_packed(args.quantizer) && args.sizes) {
     const MatrixSize padded(numbers.sym_sizes()), size(*args.sizes);
@@ -121,7 +117,8 @@ Specs<1> Decode::shapes(const Args& args) {
 
 void Decode::cpu(const Args& args, std::span<Tensor> results) {
   const FormatDef& format = *args.quantizer.format;
-  if (!format.layout.applies_at_end) return Dequantize::cpu(with_scales(args), results);
+  if (!format.layout.applies_at_end)
+    return Dequantize::cpu(dequantizing(codes_of(args), at::kFloat), results);
   const Tensor codes = args.codes.contiguous();
   kernels::cpu::dequantize(codes.const_data_ptr<uint8_t>(), format.element, 1.0f,
                            rows_out(results[0]));
@@ -129,7 +126,8 @@ void Decode::cpu(const Args& args, std::span<Tensor> results) {
 
 Results<1> Decode::reference(const Args& args) {
   const FormatDef& format = *args.quantizer.format;
-  if (!format.layout.applies_at_end) return Dequantize::reference(with_scales(args));
+  if (!format.layout.applies_at_end)
+    return Dequantize::reference(dequantizing(codes_of(args), at::kFloat));
   return {decode_values(args.codes, format.element)};
 }
 

@@ -91,4 +91,20 @@ struct ScaleProduct {
   static Results<1> reference(const Args& args);
 };
 
+/// The arguments that dequantize or decode an operand in codes.
+inline Dequantize::Args dequantizing(const CodedMatrix& codes, at::ScalarType dtype,
+                                     at::OptionalSymIntArrayRef sizes = {}) {
+  return {codes.matrix,
+          *codes.dequant_scale,
+          *codes.quantizer,
+          codes.is_column(),
+          dtype,
+          codes.maybe_amax(),
+          sizes};
+}
+inline Decode::Args decoding(const CodedMatrix& codes) {
+  return {codes.matrix, *codes.dequant_scale, *codes.quantizer, codes.is_column(),
+          codes.maybe_amax()};
+}
+
 }  // namespace tandem::kernel_ops

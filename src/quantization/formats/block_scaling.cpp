@@ -65,13 +65,13 @@ bool is_square(const Quantizer& quantizer) {
   return quantizer.format->layout.serves_both_directions;
 }
 
-void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y) {
-  const Fp8BlockShape shape = is_square(quantizer)                ? Fp8BlockShape::square
-                              : codes.direction == Direction::row ? Fp8BlockShape::row
-                                                                  : Fp8BlockShape::column;
-  kernels::cpu::fp8_block_dequantize(codes.codes.const_data_ptr<uint8_t>(),
-                                     codes.dequant_scale.const_data_ptr<float>(),
-                                     quantizer.format->element, shape, kernel_ops::rows_out(y));
+void dequantize(const CodedMatrix& codes, const Tensor& y) {
+  const Fp8BlockShape shape = is_square(*codes.quantizer) ? Fp8BlockShape::square
+                              : codes.is_column()         ? Fp8BlockShape::column
+                                                          : Fp8BlockShape::row;
+  kernels::cpu::fp8_block_dequantize(
+      codes.matrix.const_data_ptr<uint8_t>(), codes.dequant_scale->const_data_ptr<float>(),
+      codes.quantizer->format->element, shape, kernel_ops::rows_out(y));
 }
 
 /// Repeats the values of blocks for each of `size` elements along `dim`.
@@ -89,18 +89,18 @@ struct IntSize {
 };
 
 template <bool kSquare>
-Tensor scales_of_elements(const Codes& codes) {
-  const IntSize size(codes.codes);
-  const Tensor& scale = codes.dequant_scale;
+Tensor scales_of_elements(const CodedMatrix& codes) {
+  const IntSize size(codes.matrix);
+  const Tensor& scale = *codes.dequant_scale;
   Tensor values;
   if (kSquare) {
     values = for_elements(for_elements(scale, 1, size.cols), 0, size.rows);
-  } else if (codes.direction == Direction::row) {
-    values = for_elements(scale.narrow(1, 0, size.rows).t(), 1, size.cols);
-  } else {
+  } else if (codes.is_column()) {
     values = for_elements(scale.narrow(1, 0, size.cols), 0, size.rows);
+  } else {
+    values = for_elements(scale.narrow(1, 0, size.rows).t(), 1, size.cols);
   }
-  return values.reshape(codes.codes.sizes());
+  return values.reshape(codes.matrix.sizes());
 }
 
 /// The arguments of the kernel besides x.

@@ -17,7 +17,7 @@ struct CpuScaling {
                    const Quantizer& quantizer, GroupOut group);
   /// y = decode(codes) * dequant_scale in float32, rounded once to y's dtype. Codes, scales and y
   /// are contiguous. For packed codes, y may lack the padding.
-  void (*dequantize)(const Codes& codes, const Quantizer& quantizer, const at::Tensor& y);
+  void (*dequantize)(const CodedMatrix& codes, const at::Tensor& y);
   /// Quantizes rows while they are computed, to the bits of `quantize`; nullptr: rows must be
   /// computed before.
   void (*quantize_made)(const kernels::cpu::MadeRows& made, const std::optional<at::Tensor>& given,

@@ -232,6 +232,20 @@ Interned& interned() {
 
 }  // namespace
 
+Codes codes_in(Group group, const Quantizer& quantizer, bool row, bool column) {
+  Codes made{.quantizer = &quantizer};
+  const bool is_shared = serves_both_directions(quantizer);
+  for (size_t part = 0; part < tensors_of_codes(quantizer); ++part) {
+    at::Tensor &of_rows = group[part_of(Direction::row, part)],
+               &of_columns = is_shared ? of_rows : group[part_of(Direction::column, part)];
+    if (column)
+      made.parts[part_of(Direction::column, part)] =
+          is_shared && row ? of_rows : std::move(of_columns);
+    if (row) made.parts[part_of(Direction::row, part)] = std::move(of_rows);
+  }
+  return made;
+}
+
 const Quantizer& quantizer(std::string_view text) {
   if (const Quantizer* known = interned().find(text)) return *known;
   return interned().add(text, quantizer(parse(text)));

@@ -7,7 +7,7 @@
 
 #include "kernel_ops/framework/results.h"
 #include "kernels/fp8.h"
-#include "quantization/formats/group.h"
+#include "quantization/formats/codes.h"
 #include "quantization/formats/quantizer.h"
 
 namespace tandem {
@@ -18,14 +18,6 @@ struct CpuScaling;  // cpu_scaling.h
 struct MatrixSize {
   explicit MatrixSize(c10::SymIntArrayRef sizes);
   c10::SymInt rows, cols;
-};
-
-/// The codes of a value in one direction.
-struct Codes {
-  const at::Tensor &codes, &dequant_scale;
-  /// nullopt if the format has none.
-  std::optional<at::Tensor> amax;
-  Direction direction;
 };
 
 /// The layout of a format's codes and scales, and how scales apply: source ~= decode(codes) *
@@ -53,7 +45,7 @@ struct CodeLayout {
   /// For packed codes: one code per byte, in ATen operations. nullptr: codes are not packed.
   at::Tensor (*unpacked)(const at::Tensor& codes, Direction direction) = nullptr;
   /// dequant_scale in float32, broadcastable to the unpacked codes.
-  at::Tensor (*scales_of_elements)(const Codes& codes) = nullptr;
+  at::Tensor (*scales_of_elements)(const CodedMatrix& codes) = nullptr;
 };
 
 /// A row of the table of formats.

@@ -61,10 +61,10 @@ kernels::Fp4Direction kernel_direction(Direction direction) {
   return direction == Direction::row ? kernels::Fp4Direction::row : kernels::Fp4Direction::column;
 }
 
-void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y) {
+void dequantize(const CodedMatrix& codes, const Tensor& y) {
   kernels::cpu::nvfp4_dequantize(
-      codes.codes.const_data_ptr<uint8_t>(), codes.dequant_scale.const_data_ptr<uint8_t>(),
-      *codes.amax->const_data_ptr<float>(), quantizer.format->layout.largest_scale,
+      codes.matrix.const_data_ptr<uint8_t>(), codes.dequant_scale->const_data_ptr<uint8_t>(),
+      *codes.amax->const_data_ptr<float>(), codes.quantizer->format->layout.largest_scale,
       kernel_direction(codes.direction), kernel_ops::rows_out(y));
 }
 
@@ -81,11 +81,11 @@ Tensor for_elements(const Tensor& of_blocks, int64_t dim, int64_t size) {
 }
 
 template <int kLargestScale>
-Tensor scales_of_elements(const Codes& of) {
+Tensor scales_of_elements(const CodedMatrix& of) {
   const auto sizes =
-      C10_AS_INTARRAYREF_SLOW_ALLOC(unpacked_sizes(of.codes.sym_sizes(), of.direction));
+      C10_AS_INTARRAYREF_SLOW_ALLOC(unpacked_sizes(of.matrix.sym_sizes(), of.direction));
   const int64_t cols = sizes.back(), rows = c10::multiply_integers(sizes.begin(), sizes.end() - 1);
-  const Tensor values = kernel_ops::decode_values(of.dequant_scale, kernels::Fp8Format::e4m3);
+  const Tensor values = kernel_ops::decode_values(*of.dequant_scale, kernels::Fp8Format::e4m3);
   const Tensor of_elements = of.direction == Direction::row
                                  ? for_elements(values.narrow(0, 0, rows), 1, cols)
                                  : for_elements(values.narrow(1, 0, cols), 0, rows);

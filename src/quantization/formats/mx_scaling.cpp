@@ -40,10 +40,10 @@ kernels::MxDirection kernel_direction(Direction direction) {
   return direction == Direction::row ? kernels::MxDirection::row : kernels::MxDirection::column;
 }
 
-void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y) {
+void dequantize(const CodedMatrix& codes, const Tensor& y) {
   kernels::cpu::mxfp8_dequantize(
-      codes.codes.const_data_ptr<uint8_t>(), codes.dequant_scale.const_data_ptr<uint8_t>(),
-      quantizer.format->element, kernel_direction(codes.direction), kernel_ops::rows_out(y));
+      codes.matrix.const_data_ptr<uint8_t>(), codes.dequant_scale->const_data_ptr<uint8_t>(),
+      codes.quantizer->format->element, kernel_direction(codes.direction), kernel_ops::rows_out(y));
 }
 
 /// 2^exponent in float32, exactly.
@@ -57,17 +57,16 @@ Tensor for_elements(const Tensor& of_blocks, int64_t dim, int64_t size) {
   return of_blocks.repeat_interleave(kBlock, dim).narrow(dim, 0, size);
 }
 
-Tensor scales_of_elements(const Codes& of) {
-  const auto& [codes, dequant_scale, amax, direction] = of;
-  const int64_t cols = codes.dim() == 0 ? 1 : codes.size(-1);
-  const int64_t rows = kernel_ops::rows_of(codes).expect_int();
-  const bool is_row = direction == Direction::row;
-  const Tensor scales = is_row ? for_elements(dequant_scale.narrow(0, 0, rows), 1, cols)
-                               : for_elements(dequant_scale.narrow(1, 0, cols), 0, rows);
+Tensor scales_of_elements(const CodedMatrix& codes) {
+  const int64_t cols = codes.matrix.dim() == 0 ? 1 : codes.matrix.size(-1);
+  const int64_t rows = kernel_ops::rows_of(codes.matrix).expect_int();
+  const Tensor scales = codes.is_column()
+                            ? for_elements(codes.dequant_scale->narrow(1, 0, cols), 0, rows)
+                            : for_elements(codes.dequant_scale->narrow(0, 0, rows), 1, cols);
   const Tensor values =
       at::where(scales == kernels::kE8m0Nan, std::numeric_limits<float>::quiet_NaN(),
                 power_of_two(scales.to(at::kInt) - 127));
-  return values.view(codes.sizes());
+  return values.view(codes.matrix.sizes());
 }
 
 kernels::Mxfp8Output output(const Tensor& codes, const Tensor& dequant_scale) {

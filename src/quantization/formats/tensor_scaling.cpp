@@ -26,13 +26,13 @@ constexpr float kFloatMax = std::numeric_limits<float>::max();
 
 c10::SymDimVector one_number(const MatrixSize&, Direction) { return {}; }
 
-void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y) {
-  kernels::cpu::dequantize(codes.codes.const_data_ptr<uint8_t>(), quantizer.format->element,
-                           *codes.dequant_scale.to(at::kFloat).const_data_ptr<float>(),
+void dequantize(const CodedMatrix& codes, const Tensor& y) {
+  kernels::cpu::dequantize(codes.matrix.const_data_ptr<uint8_t>(), codes.quantizer->format->element,
+                           *codes.dequant_scale->to(at::kFloat).const_data_ptr<float>(),
                            kernel_ops::rows_out(y));
 }
 
-Tensor scales_of_elements(const Codes& codes) { return codes.dequant_scale; }
+Tensor scales_of_elements(const CodedMatrix& codes) { return *codes.dequant_scale; }
 
 kernels::CurrentScaling options_of(const Quantizer& quantizer) {
   return {quantizer.format->element, static_cast<float>(quantizer.amax_epsilon),
