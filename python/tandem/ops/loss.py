@@ -51,7 +51,18 @@ class CrossEntropy(BasicOperation):
         tensor_parallel_group: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Takes the options of `LinearCrossEntropy`; `device` is that of `class_weight`."""
+        """Makes a loss.
+
+        Args:
+            class_weight: factors of the losses of this rank's classes, a parameter without gradient; None: no factors.
+            reduction: "mean", "sum" or "none".
+            ignore_index: rows with this target have loss 0 and no gradient.
+            label_smoothing: from 0 to 1; the share of a target that is spread over all classes.
+            soft_cap: at least 0; logits become soft_cap tanh(logits / soft_cap); 0: logits stay unchanged.
+            z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row; class weights do not multiply this term.
+            tensor_parallel_group: the group whose ranks share the classes; None: this process has all.
+            device: device of `class_weight`; None: where it is.
+        """
         super().__init__()
         name = type(self).__name__
         self.tensor_parallel_size = collectives(name, None if tensor_parallel_group is None else "column", tensor_parallel_group, False)[2]
