@@ -118,6 +118,8 @@ def test_errors_of_the_loss_of_logits():
     call = [None, torch.arange(2), None, None, None, "sum", -100, 0.0, 0.0, 0.0, "", 1, 0]
     with pytest.raises(ValueError, match="cross_entropy: expected no gradient of a weight that there is not, got output_mask.3.. Pass the weight."):
         torch.ops.tandem.linear_cross_entropy(logits, *call, [True, False, False, True, False, False])
+    with pytest.raises(ValueError, match="cross_entropy: expected no bias where there is no weight, got a bias of shape .3.. Add it to the logits, or pass the weight."):
+        torch.ops.tandem.linear_cross_entropy(logits, None, call[1], torch.ones(3), *call[3:], [True] + [False] * 5)
     for weight, rest in ((None, "logits, a number for each class"), (logits, "a vector, or rows of them")):
         with pytest.raises(ValueError, match=f"cross_entropy: expected x of at least one dimension, got a number. Pass {rest}."):
             torch.ops.tandem.linear_cross_entropy(torch.tensor(1.0), weight, *call[1:], [True] + [False] * 5)

@@ -178,20 +178,9 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
       if (!bests.empty()) results[best].data_ptr<int64_t>()[place] = bests[r];
     }
   };
-  const auto add_to_bias = [&](const kernels::Rows& gradients) {
-    if (of_bias)
-      of_bias.add(at::kFloat, /*may_add=*/false, [&](const Tensor& to, bool) {
-        kernels::cpu::sum_rows(gradients, vector_out(to));
-      });
-  };
 
   if (!args.weight) {
-    const Tensor unwanted =
-        of_bias && !of_rows.defined() ? empty_cpu(args.x.sizes(), dtype) : Tensor();
-    const Tensor& gradients = of_rows.defined() ? of_rows : unwanted;
-    const kernels::Rows to = gradients.defined() ? rows_out(gradients) : kernels::Rows();
-    if (x.rows != 0) compute(x, 0, to);
-    if (x.rows != 0) add_to_bias(to);
+    if (x.rows != 0) compute(x, 0, of_rows.defined() ? rows_out(of_rows) : kernels::Rows());
   } else {
     const Tensor& weight = *args.weight;
     const Tensor turned = transposed(weight);
@@ -235,7 +224,9 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
                    to);
         });
       }
-      add_to_bias(of_z);
+      if (of_bias)
+        of_bias.add(at::kFloat, /*may_add=*/false,
+                    [&](const Tensor& to, bool) { kernels::cpu::sum_rows(of_z, vector_out(to)); });
     }
   }
   of_weight.finish();

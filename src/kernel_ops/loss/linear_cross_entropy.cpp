@@ -140,6 +140,9 @@ Specs<6> LinearCrossEntropy::shapes(const Args& args) {
                     ": expected factors of shape ", rows, ", got ", args.factors->sym_sizes(),
                     ". Pass one for each row, or none.");
   const c10::SymInt own = classes(args);
+  TORCH_CHECK_VALUE(args.weight || !args.bias, op,
+                    ": expected no bias where there is no weight, got a bias of shape ",
+                    args.bias->sym_sizes(), ". Add it to the logits, or pass the weight.");
   check_vector(op, args.bias, "bias", own, "rows of weight");
   check_vector(op, args.class_weight, "class_weight", own, "classes");
   TORCH_CHECK_VALUE(args.group_size == 1 || own != 0, op,
@@ -223,11 +226,7 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
     check_all(targets, *shared, args.ignore_index);
   }
   const Tensor at_targets = local.masked_fill(elsewhere, 0).unsqueeze(1);
-  Tensor z = args.weight ? at::linear(rows, *args.weight, args.bias)
-             : args.bias ? rows + *args.bias
-                         : rows,
-         slope;
-  z = z.to(dtype);
+  Tensor z = (args.weight ? at::linear(rows, *args.weight, args.bias) : rows).to(dtype), slope;
   if (args.soft_cap != 0) {
     const Tensor share = at::tanh(z / args.soft_cap);
     z = share * args.soft_cap;

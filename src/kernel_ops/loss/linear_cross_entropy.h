@@ -7,8 +7,8 @@
 
 namespace tandem::kernel_ops {
 
-/// z = x weight^T + bias, or z = x + bias without a weight: x then holds logits. If soft_cap is not
-/// 0, z becomes soft_cap tanh(z / soft_cap). For a row with target t, with p = softmax(z), w =
+/// z = x weight^T + bias, or z = x, the logits, without a weight and a bias. If soft_cap is not 0,
+/// z becomes soft_cap tanh(z / soft_cap). For a row with target t, with p = softmax(z), w =
 /// class_weight or ones, e = label_smoothing and C classes,
 ///   loss = (1 - e) w_t (-log p_t) + e / C sum_c w_c (-log p_c) + z_loss logsumexp(z)^2,
 /// and 0 if t is ignore_index. y holds the loss of each row ("none"), their sum ("sum"), or the sum
