@@ -151,23 +151,19 @@ def mixtures(dtype: torch.dtype) -> str:
     )
 
 
-def joined(dtype: torch.dtype, widths: tuple[int, ...]) -> str:
-    """The forward of products of one x: a copy of all weights and one product, as the backend computes it, against one product per weight."""
-    x, weights = torch.randn(TOKENS, HIDDEN, dtype=dtype), [torch.randn(width, HIDDEN, dtype=dtype) for width in widths]
-    y, together = torch.empty(TOKENS, sum(widths), dtype=dtype), torch.empty(sum(widths), HIDDEN, dtype=dtype)
+def few_rows(dtype: torch.dtype, rows: int) -> str:
+    """The forward of a gated MLP without gradients, whose weights take longer to read than to multiply, as when a model generates text."""
+    torch._dynamo.reset()
+    model = nn.ModuleList([nn.Linear(4 * HIDDEN, 4 * INNER, bias=False), nn.Linear(4 * HIDDEN, 4 * INNER, bias=False)]).to(dtype)
+    x = torch.randn(rows, 4 * HIDDEN, dtype=dtype)
 
-    def one() -> None:
-        torch.mm(x, torch.cat(weights, out=together).T, out=y)
+    def unit(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(model[0](x)) * model[1](x)
 
-    def each() -> None:
-        for weight, columns in zip(weights, y.split(widths, 1), strict=True):
-            torch.mm(x, weight.T, out=columns)
-
-    seconds = interleaved({"one": one, "each": each, "copy": lambda: torch.cat(weights, out=together)}, rounds=ROUNDS)
-    return (
-        f"products of one x, {TOKENS} x {HIDDEN} to {widths}, {str(dtype).removeprefix('torch.'):<8} joined {1e3 * seconds['one']:6.3f} ms, "
-        f"of which the copy of weights {seconds['copy'] / seconds['one']:.2f}; speed against one by one {seconds['each'] / seconds['one']:.2f}"
-    )
+    called = torch.compile(unit, backend="tandem")
+    with torch.no_grad():
+        seconds = interleaved({"eager": lambda: unit(x), "tandem": lambda: called(x)}, rounds=ROUNDS)
+    return f"gated unit, {rows} rows, {str(dtype).removeprefix('torch.'):<8} without gradients {1e3 * seconds['tandem']:6.3f} ms; speed against eager {seconds['eager'] / seconds['tandem']:.2f}"
 
 
 def compared(name: str, model: nn.Module, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor], calls: int) -> str:
@@ -238,7 +234,7 @@ def run() -> str:
     lines.append(compared(f"decoder, {CLASSES} classes, loss", WithLoss(CLASSES, False), ids, lambda y: y[0], 1))
     lines.append(compared("policy network, 64 rows", policy(), torch.randn(64, 8), lambda y: y.square().mean(), 20))
     lines += [mixtures(dtype) for dtype in dtypes]
-    lines += [joined(dtype, widths) for dtype in dtypes for widths in ((HIDDEN, HIDDEN, HIDDEN), (INNER, INNER))]
+    lines += [few_rows(dtype, rows) for dtype in dtypes for rows in (1, 16)]
     model = Decoder()
     first = {backend: min(first_call(model, ids, backend) for _ in range(3)) for backend in ("eager", "tandem")}
     lines.append(f"first call of the decoder      {first['tandem'] / first['eager']:.2f} of the backend that does nothing")

@@ -96,7 +96,7 @@ void check_no_nan(Frame& frame, const Step& step) {
     if (!exists(value) || frame.type(value).format != Format::plain ||
         !c10::isFloatingType(frame.type(value).dtype))
       continue;
-    const at::Tensor& tensor = frame.tensor(value);
+    const at::Tensor& tensor = frame.whole(value);
     TORCH_CHECK(!tensor.defined() || !at::isnan(tensor).any().item<bool>(),
                 "pipeline: expected finite gradients, got NaN from step ", step.name, " of op ",
                 step.covers.empty() ? -1 : static_cast<int>(step.covers[0].op), ", which writes ",

@@ -477,6 +477,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("memory_of_parts", [](const std::vector<at::Tensor>& parts) {
     return kernel_ops::memory_of_pieces(parts);
   });
+  module.def("are_multiplied_apart", [](const std::vector<at::Tensor>& parts) {
+    return kernel_ops::are_multiplied_apart(parts);
+  });
   module.def("refresh_counts", &kernel_ops::refresh_counts);
   module.def("take_watched", [] {
     py::list rows;

@@ -43,8 +43,25 @@ class TANDEM_API Frame {
   at::Tensor& tensor(Value value, size_t part = 0) {
     return tensors_[slot_of_[index_of(value)] + part];
   }
+  /// Holds a value as the parts that it consists of along its first dimension. `tensor` then
+  /// returns a tensor of its sizes, dtype and device without elements, until `whole` joins the
+  /// parts.
+  void hold(Value value, at::TensorList parts);
+  /// Returns the parts of a value that is held as parts, even where they have been joined too; null
+  /// for other values.
+  const std::vector<at::Tensor>* parts(Value value) const {
+    for (const Held& held : held_)
+      if (held.value == value) return &held.parts;
+    return nullptr;
+  }
+  /// Returns a tensor with its elements.
+  at::Tensor& whole(Value value, size_t part = 0) {
+    if (!held_.empty()) join(value);
+    return tensor(value, part);
+  }
   /// Returns all tensors of a value. The tensors of an opaque value are those that its op saved.
   at::TensorList tensors(Value value) {
+    if (!held_.empty()) join(value);
     if (type(value).format == Format::opaque) return opaque(value).tensors;
     return {tensors_.data() + slot_of_[index_of(value)], tensors_per_value(type(value))};
   }
@@ -68,7 +85,7 @@ class TANDEM_API Frame {
   /// Returns a value in codes, or in numbers, as an operand that refers to its tensors.
   CodedMatrix operand(Value value) {
     const Type& own = type(value);
-    if (own.format != Format::codes) return tensor(value);
+    if (own.format != Format::codes) return whole(value);
     const at::TensorList parts = tensors(value);
     return {parts[0], own.quantizer, own.direction, &parts[1],
             parts.size() == kPartsOfCodes ? &parts[kPartsOfCodes - 1] : nullptr};
@@ -91,6 +108,9 @@ class TANDEM_API Frame {
   void drop(Value value);
 
  private:
+  /// Joins the parts of a value that is held as parts.
+  void join(Value value);
+
   Path path_;
   const void* given_ = nullptr;
   const std::vector<Type>& types_;
@@ -99,6 +119,12 @@ class TANDEM_API Frame {
   std::vector<Opaque> opaques_;
   std::vector<c10::SymDimVector> shapes_;
   std::vector<std::pair<Value, c10::SymDimVector>> noted_;
+  struct Held {
+    Value value;
+    std::vector<at::Tensor> parts;
+    bool is_joined = false;
+  };
+  std::vector<Held> held_;
 };
 
 /// A running step: operands by index, results that are demanded, options.
@@ -115,7 +141,13 @@ class Call {
   bool has(size_t read) const { return exists(step_.reads[read]); }
   /// Returns the tensor of a read, or one part of a read in codes.
   const at::Tensor& in(size_t read, size_t part = 0) const {
-    return frame_.tensor(step_.reads[read], part);
+    return frame_.whole(step_.reads[read], part);
+  }
+  /// Returns a tensor with the sizes, dtype and device of a read, but perhaps not its elements.
+  const at::Tensor& like(size_t read) const { return frame_.tensor(step_.reads[read]); }
+  /// Returns the parts of a read that is held as parts (Frame::hold), else null.
+  const std::vector<at::Tensor>* parts(size_t read) const {
+    return frame_.parts(step_.reads[read]);
   }
   /// Returns the tensor of a read, or nullopt where the operand is absent.
   std::optional<at::Tensor> maybe(size_t read) const {

@@ -35,7 +35,7 @@ void check_overwrite(Frame& frame, const Plan& plan, const Overwritten& overwrit
   for (const Value value : overwritten.read_later) {
     const bool is_output =
         std::find(plan.outputs.begin(), plan.outputs.end(), value) != plan.outputs.end();
-    check(value, frame.tensor(value),
+    check(value, frame.whole(value),
           plan.kept_at[index_of(value)] >= 0 ? "backward reads it"
           : is_output                        ? "it is an output"
                                              : "a later op reads it");

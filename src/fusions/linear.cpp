@@ -62,7 +62,7 @@ void linear_sum(Call& call) {
   }
   if (added) {
     ops::check_linear(call, x, weight);
-    const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
+    const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.like(weight));
     if (added->sym_sizes() != c10::SymIntArrayRef(sizes)) {
       const c10::SymDimVector wide = ops::sizes_of_sum(call, extra, sizes);
       if (wide != sizes) {  // the sum is larger than the product

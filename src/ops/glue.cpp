@@ -29,6 +29,8 @@ void add(Call& call) { call.write<kernel_ops::AddBias>({.x = call.in(0), .extra 
 void join(Call& call) {
   c10::SmallVector<at::Tensor, 4> parts;
   for (size_t i = 0; i < call.step().reads.size(); ++i) parts.push_back(call.in(i));
+  if (call.path() == Path::direct && kernel_ops::are_multiplied_apart(parts))
+    return call.frame().hold(call.step().writes[0], parts);
   call.out(0, kernel_ops::joined(parts, /*may_view=*/call.path() == Path::direct));
 }
 

@@ -94,6 +94,38 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
   return in_sizes(at::addmm(start, a, b, /*beta=*/1, alpha), sizes);
 }
 
+/// Whether the product multiplies the parts of b where they lie. A sum over parts is rounded once
+/// per part, so in 16 bits only the columns of a result may come from different parts.
+bool reads_parts(const Call& call, const at::Tensor& a, Factor b) {
+  return call.parts(b.read) != nullptr && call.like(b.read).scalar_type() == a.scalar_type() &&
+         (b.transposed || !kernel_ops::is_narrow(a.scalar_type()));
+}
+
+/// Returns alpha a b + addend, as `multiply` does, for b in parts. A part gives some columns of the
+/// result if b is transposed, else a term of each of its sums.
+at::Tensor multiply_parts(Call& call, const at::Tensor& a, Factor b, c10::SymIntArrayRef sizes,
+                          double alpha, const at::Tensor* addend, bool is_wide) {
+  const at::ScalarType dtype = is_wide ? at::kFloat : a.scalar_type();
+  at::Tensor result = call.frame().allocate(C10_AS_INTARRAYREF_SLOW(sizes), dtype, a);
+  if (addend != nullptr) result.copy_(*addend);
+  const at::Tensor flat = matrix(result, /*transposed=*/false, Path::direct);
+  const auto columns = [](const at::Tensor& of, int64_t first, int64_t count) {
+    return at::native::as_strided_tensorimpl(of, {of.size(0), count}, of.strides(),
+                                             of.storage_offset() + first * of.stride(1));
+  };
+  int64_t first = 0;
+  for (const at::Tensor& part : *call.parts(b.read)) {
+    const int64_t count = part.size(0);
+    const bool adds = addend != nullptr || (!b.transposed && first != 0);
+    const at::Tensor left = b.transposed ? a : columns(a, first, count),
+                     right = matrix(part, b.transposed, Path::direct);
+    const Product product(left, right, dtype, {.alpha = alpha, .beta = adds ? 1.0 : 0.0});
+    call.took(kernel_ops::multiply(product, b.transposed ? columns(flat, first, count) : flat));
+    first += count;
+  }
+  return result;
+}
+
 /// Returns the tensor that a library can add to alpha a b so that nothing is left to do, or null:
 /// the bias or the addend. A sum of both, and alpha times a bias, would be rounded before the
 /// product. In float32 a separate addition of the bias is as precise, and takes one pass over
@@ -175,10 +207,10 @@ struct Decoded {
 void check_one_device(const Call& call, std::initializer_list<size_t> reads) {
   const size_t first = *reads.begin();
   for (const size_t read : reads)
-    TORCH_CHECK_VALUE(!call.has(read) || call.in(read).device() == call.in(first).device(),
+    TORCH_CHECK_VALUE(!call.has(read) || call.like(read).device() == call.like(first).device(),
                       call.step().name, ": expected ", call.step().read_names[first], " and ",
-                      call.step().read_names[read], " on one device, got ", call.in(first).device(),
-                      " and ", call.in(read).device(),
+                      call.step().read_names[read], " on one device, got ",
+                      call.like(first).device(), " and ", call.like(read).device(),
                       ". Move the module or its input: both have .to(device).");
 }
 
@@ -192,8 +224,7 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
   check_one_device(call, {a.read, b.read});
   const Rows rows = a.transposed ? Rows::contracted : Rows::of_the_result;
   if (call.format(a.read) != Format::codes) {
-    const at::Tensor left = matrix(call.in(a.read), a.transposed, call.path()),
-                     right = matrix(call.in(b.read), b.transposed, call.path());
+    const at::Tensor left = matrix(call.in(a.read), a.transposed, call.path());
     const at::Tensor* addend = addend_for_libraries(call, epilogue, left.scalar_type(), sizes);
     const bool is_scaled = multiplies_by(epilogue.alpha);
     const at::ScalarType own = summed_dtype(epilogue, left.scalar_type());
@@ -201,8 +232,12 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
     // CPUs do so; other devices multiply several times slower in float32.
     const bool is_followed = addend == nullptr && (epilogue.bias || epilogue.addend);
     const bool is_wide = is_followed && kernel_ops::is_narrow(own) && left.device().is_cpu();
-    at::Tensor result = multiply(call, left, right, sizes, rows, Sums::any,
-                                 is_scaled ? epilogue.alpha : 1, addend, is_wide);
+    const double alpha = is_scaled ? epilogue.alpha : 1;
+    at::Tensor result =
+        reads_parts(call, left, b)
+            ? multiply_parts(call, left, b, sizes, alpha, addend, is_wide)
+            : multiply(call, left, matrix(call.in(b.read), b.transposed, call.path()), sizes, rows,
+                       Sums::any, alpha, addend, is_wide);
     if (addend != nullptr) return result;
     return finished(call, std::move(result), epilogue, own, is_scaled);
   }
@@ -285,7 +320,7 @@ void check_linear(const Call& call, size_t x, size_t weight) {
 at::Tensor linear_product(Call& call, size_t x, size_t weight, at::ScalarType dtype,
                           Epilogue epilogue) {
   check_linear(call, x, weight);
-  return product(call, {x}, {weight, true}, output_sizes(call.in(x), call.in(weight)), dtype,
+  return product(call, {x}, {weight, true}, output_sizes(call.in(x), call.like(weight)), dtype,
                  epilogue);
 }
 
@@ -325,7 +360,7 @@ ProductAndUnit linear_product_and(Call& call, size_t x, size_t weight, at::Scala
 at::Tensor linear_grad_x(Call& call, size_t grad_y, size_t weight, at::ScalarType dtype,
                          Epilogue epilogue) {
   c10::SymDimVector sizes = kernel_ops::sizes_of(call.in(grad_y));
-  sizes.back() = call.in(weight).sym_size(1);
+  sizes.back() = call.like(weight).sym_size(1);
   return product(call, {grad_y}, {weight}, sizes, dtype, epilogue);
 }
 

@@ -1,4 +1,4 @@
-"""A Linear of several named weights: separate parameters and keys, one product, the numbers of the undivided one."""
+"""A Linear of several named weights: separate parameters and keys, one step, the numbers of the undivided one."""
 
 import copy
 import gc
@@ -101,6 +101,38 @@ def test_explain_tells_of_parts_that_lie_apart():
     assert mlp.explain().count(told) == 1 and told in mlp.explain("html")
     mlp.to("cpu")
     assert "lie apart" not in mlp.explain()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("are_apart", [True, False])
+def test_large_parts_are_multiplied_where_they_lie(dtype, are_apart):
+    """Products with and without sums and biases, of parts of several sizes, against float64; no memory for a joined weight is allocated in forward."""
+    linear = ops.Linear(128, 512, parameters_split={"q": 256, "k": 128, "v": 128}, dtype=dtype)
+    if are_apart:
+        linear.k_weight = torch.nn.Parameter(linear.k_weight.detach().clone())
+    pipeline = ops.Sequential(ops.MakeExtraOutput(), linear, ops.AddExtraInput())
+    x, extra = torch.randn(3, 7, 128, dtype=dtype, requires_grad=True), torch.randn(3, 7, 512, dtype=dtype)
+    given = torch.randn(3, 7, 512, dtype=dtype), torch.randn(3, 7, 128, dtype=dtype)
+    weight = torch.cat([linear.q_weight, linear.k_weight, linear.v_weight]).detach().double()
+    bias = torch.cat([linear.q_bias, linear.k_bias, linear.v_bias]).detach().double()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        y, same = pipeline(x, extra)
+    if dtype in (torch.float32, torch.float64):  # products in 16 bits may widen a part
+        assert max(event.self_cpu_memory_usage for event in profile.events()) < weight.numel() * x.element_size()
+    torch.autograd.backward([y, same], given)
+    assert "lie apart" not in pipeline.explain()
+    wide = x.detach().double()
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 20 * torch.finfo(dtype).eps}
+    if dtype in (torch.float32, torch.float64):
+        near["atol"] *= 10
+    torch.testing.assert_close(y.double(), wide @ weight.T + bias + extra, **near)
+    torch.testing.assert_close(x.grad.double(), given[0].double() @ weight + given[1], **near)
+    torch.testing.assert_close(grads_of(linear, "weight").double(), given[0].double().flatten(0, 1).T @ wide.flatten(0, 1), **near)
+    alone = copy.deepcopy(linear)  # its parts are adjacent
+    for a, b in zip(step(alone, x, given[0]), step(linear, x, given[0]), strict=True):
+        assert torch.equal(a, b)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        step(linear, x, given[0])
 
 
 @pytest.mark.parametrize("moved", ["apart", "deepcopy", "pickle", "assigned", "float64", "to_empty"])

@@ -70,7 +70,7 @@ def test_each_part_is_a_parameter_in_codes_of_its_own(name, make, device):
 @pytest.mark.parametrize("name", ["mxfp8", "blocks", "lines"])
 @pytest.mark.parametrize("last", [128, 100, 7])
 def test_codes_in_whole_blocks_are_the_operand(name, last):
-    """Bit for bit what a Linear does whose one weight has the same codes."""
+    """Bit for bit what a Linear does whose one weight has the same codes; without a recipe grad_x is summed in another order."""
     recipe, split = RECIPES[name], {"a": 128, "b": 256, "c": last}
     parts = made(name, split, columns=160)
     whole = ops.Linear(160, sum(split.values()))
@@ -81,7 +81,9 @@ def test_codes_in_whole_blocks_are_the_operand(name, last):
     for each in (recipe, None):
         y, grad_x, *of_parts = gradients(parts, x, grad, each)
         wanted_y, wanted_x, grad_weight, grad_bias = gradients(whole, x, grad, each)
-        assert torch.equal(y, wanted_y) and torch.equal(grad_x, wanted_x)
+        tolerance = {"rtol": 0, "atol": 0 if each else 1e-5}
+        torch.testing.assert_close(y, wanted_y, **tolerance)
+        torch.testing.assert_close(grad_x, wanted_x, **tolerance)
         assert torch.equal(torch.cat(of_parts[:3]), grad_weight) and torch.equal(torch.cat(of_parts[3:]), grad_bias)
     box = ops.Sequential(parts)
     with tandem.autocast(recipe=recipe):

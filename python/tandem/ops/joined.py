@@ -1,7 +1,7 @@
 """One operand of a product as several parameters with names of their own, stacked along the first dimension.
 
 They are adjacent in one memory, each with a storage of its own, so that joining them needs no copy. If something moves them apart (a parameter is
-replaced, a wrapper keeps parameters elsewhere), each call copies them, and nothing else changes.
+replaced, a wrapper keeps parameters elsewhere), each call copies them, unless its products multiply each part where it lies; nothing else changes.
 """
 
 from __future__ import annotations

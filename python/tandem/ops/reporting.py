@@ -227,11 +227,12 @@ def _apart(run: OpRun) -> list[str]:
     for op in run.now.joined:
         for operand, names in op.__dict__["_joined"].items():
             parts = op._parts_of(operand)
-            if not any(isinstance(part, QuantizedTensor) or part.is_meta for part in parts) and not are_adjacent(parts):
-                texts.append(
-                    f"each call copies {', '.join(names)} into one {operand}, as they lie apart in memory. Move their module with .to(device), if only "
-                    "to where it is: that lays them together."
-                )
+            if any(isinstance(part, QuantizedTensor) or part.is_meta for part in parts) or are_adjacent(parts) or _C.are_multiplied_apart(parts):
+                continue
+            texts.append(
+                f"each call copies {', '.join(names)} into one {operand}, as they lie apart in memory. Move their module with .to(device), if only "
+                "to where it is: that lays them together."
+            )
     return texts
 
 

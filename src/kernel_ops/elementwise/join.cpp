@@ -11,6 +11,7 @@
 
 #include "kernel_ops/framework/memory.h"
 #include "kernel_ops/framework/operands.h"
+#include "kernel_ops/framework/results.h"
 #include "quantization/formats/format.h"
 
 namespace tandem::kernel_ops {
@@ -97,6 +98,16 @@ at::Tensor joined(at::TensorList pieces, bool may_view) {
   const at::NoGradGuard no_grad;
   at::Tensor all = empty_beside(pieces[0], C10_AS_INTARRAYREF_SLOW(joined_sizes(pieces)), dtype);
   return at::cat_out(all, pieces);
+}
+
+bool are_multiplied_apart(at::TensorList pieces) {
+  constexpr int64_t kFewElements = 1 << 14;  // their copy costs less than one more product
+  const at::ScalarType dtype = pieces[0].scalar_type();
+  if (!kArithmetic.has(dtype) && dtype != at::kDouble) return false;
+  return std::ranges::all_of(pieces, [&](const at::Tensor& piece) {
+    return piece.dim() == 2 && piece.is_cpu() && piece.scalar_type() == dtype &&
+           piece.numel() >= kFewElements;
+  });
 }
 
 bool codes_join(const Quantizer& quantizer) {

@@ -288,7 +288,7 @@ bool sum_of_bfloat16(const at::Tensor& a, const at::Tensor& b, const at::Tensor&
                          static_cast<int>(b.size(1)), static_cast<int>(a.size(1)),
                          static_cast<float>(alpha), left.data(), left.stride, right.data(),
                          right.stride, static_cast<float>(beta), sum.data_ptr<float>(),
-                         static_cast<int>(sum.size(1)));
+                         static_cast<int>(sum.stride(0)));
   return true;
 }
 
@@ -319,6 +319,13 @@ void multiply_in_float32(const Product& product, const at::Tensor& result) {
   }
 }
 
+/// Whether the product consists of few long dot products of contiguous vectors. at::mm computes
+/// these in half the time in which a matrix is widened.
+bool has_few_rows(const ProductType& type) {
+  constexpr int64_t kFewRows = 4;
+  return type.a.rows <= kFewRows && type.b.row_stride == 1 && type.beta == 0 && type.alpha == 1;
+}
+
 /// Whether the operands have 16 bits and at::mm would multiply them slowly, or not into float32.
 bool is_for_float32(const ProductType& type) {
   const at::ScalarType dtype = type.a.dtype;
@@ -327,7 +334,7 @@ bool is_for_float32(const ProductType& type) {
                                (dtype == at::kHalf || dtype == at::kBFloat16) &&
                                !type.has_epilogue();
   return type.sums == Sums::any &&
-         (is_into_float32 || (is_uniform(type) && has_slow_mm(type.dtype)));
+         (is_into_float32 || (is_uniform(type) && has_slow_mm(type.dtype) && !has_few_rows(type)));
 }
 
 constexpr ProductImplementation kInFloat32{

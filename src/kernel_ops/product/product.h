@@ -105,8 +105,9 @@ ImplementationNames why_decoded(const Product& product);
 /// Multiplies by the first implementation that accepts the product. Unquantized operands without an
 /// epilogue fall back to torch's product. Returns the implementation.
 ///
-/// Shapes: a [m, k], b [k, n] -> result [m, n], dense memory on their device, contiguous, in the
-///         product's dtype.
+/// Shapes: a [m, k], b [k, n] -> result [m, n], dense memory on their device, in the product's
+///         dtype: contiguous, or columns of a contiguous matrix if unquantized and summed in any
+///         way.
 /// Error:  that of a sum in float32 or wider, and one rounding to the result's dtype.
 /// Throws: c10::ValueError if unquantized operands do not have these shapes.
 TANDEM_API ImplementationNames multiply(const Product& product, const at::Tensor& result);
