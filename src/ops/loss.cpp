@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
 
 #include <array>
 
@@ -57,25 +58,22 @@ void loss_of_logits_forward(Call& call) {
   call.write<Loss>(loss_arguments<false>(call, 0, {y, denominator, grad_x, false, false, false}));
 }
 
-/// Each gradient is the gradient that forward computed times one factor, or times one for each row
-/// of logits.
+/// Each gradient is the gradient that forward computed times one factor, or times one for each row.
+/// Rows that are ignored have none, even where a factor is infinite or NaN, as that of a mean over
+/// no rows is.
+template <bool kByRow>
 void loss_backward(Call& call) {
-  enum Read { grad_y, denominator, unit };
+  enum Read { grad_y, denominator, targets, unit };
+  const auto& options = call.options<LossOptions>();
   at::Tensor factor = call.in(grad_y);
   const at::Tensor& gradient = call.in(unit);
-  switch (call.options<LossOptions>().reduction) {
-    case LossOptions::Reduction::mean: {
-      const at::Tensor& over = call.in(denominator);
-      factor = (factor / over).masked_fill(over == 0, 0);
-      break;
-    }
-    case LossOptions::Reduction::sum:
-      break;
-    case LossOptions::Reduction::none: {
-      c10::SymDimVector by_row(gradient.sym_sizes().begin(), gradient.sym_sizes().end());
-      by_row.back() = 1;
-      factor = factor.reshape_symint(by_row);
-    }
+  const at::Tensor ignored = call.in(targets) == options.ignore_index;
+  if (options.reduction == LossOptions::Reduction::mean) factor = factor / call.in(denominator);
+  factor = at::where(kByRow ? ignored : ignored.all(), 0, factor);
+  if (kByRow) {
+    c10::SymDimVector by_row(gradient.sym_sizes().begin(), gradient.sym_sizes().end());
+    by_row.back() = 1;
+    factor = factor.reshape_symint(by_row);
   }
   const at::ScalarType dtype = call.out_type(0).dtype;
   if (call.path() != Path::direct || gradient.scalar_type() != dtype)
@@ -168,19 +166,19 @@ OpDef loss_definition(std::string_view name, const char* formula, Names extra_ou
                               "unit_grad_bias", "predictions"},
                    .run = loss_forward}},
       .backward = {{.name = "grad_x",
-                    .reads = {"grad_y", "denominator", "unit_grad_x"},
+                    .reads = {"grad_y", "denominator", "targets", "unit_grad_x"},
                     .writes = {"grad_x"},
-                    .run = loss_backward,
+                    .run = loss_backward</*kByRow=*/true>,
                     .applies = is_reduced},
                    {.name = "grad_weight",
-                    .reads = {"grad_y", "denominator", "unit_grad_weight"},
+                    .reads = {"grad_y", "denominator", "targets", "unit_grad_weight"},
                     .writes = {"grad_weight"},
-                    .run = loss_backward,
+                    .run = loss_backward</*kByRow=*/false>,
                     .applies = is_reduced},
                    {.name = "grad_bias",
-                    .reads = {"grad_y", "denominator", "unit_grad_bias"},
+                    .reads = {"grad_y", "denominator", "targets", "unit_grad_bias"},
                     .writes = {"grad_bias[]"},
-                    .run = loss_backward,
+                    .run = loss_backward</*kByRow=*/false>,
                     .applies = is_reduced_with_bias},
                    {.name = "backward",
                     .reads = {"grad_y", "x", "targets", "weight", "bias[]", "class_weight[]"},
@@ -214,10 +212,10 @@ OpDef loss_of_logits_definition() {
                    .run = loss_of_logits_forward}},
       // Backward does not read x, so that logits may be overwritten once their loss is computed.
       .backward = {{.name = "backward",
-                    .reads = {"grad_y", "denominator", "unit_grad_x"},
+                    .reads = {"grad_y", "denominator", "targets", "unit_grad_x"},
                     .writes = {"grad_x"},
-                    .run = loss_backward}},
-      .context = {"denominator", "unit_grad_x"},
+                    .run = loss_backward</*kByRow=*/true>}},
+      .context = {"targets", "denominator", "unit_grad_x"},
       .list_length = loss_lists,
   };
 }

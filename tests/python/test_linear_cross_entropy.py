@@ -101,6 +101,36 @@ def test_loss_of_logits_that_are_ignored_shared_or_under_autocast():
         assert not ops.CrossEntropy()(logits, targets).requires_grad
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_an_ignored_row_has_no_gradient_whatever_the_upstream_gradient_is(reduction, backend):
+    """As where a mean over no rows is masked behind its division: 0 * inf. Other rows and the weight get torch's inf and NaN."""
+    x, head, targets = torch.randn(4, 6, requires_grad=True), torch.randn(10, 6), torch.tensor([3, -100, 1, -100])
+    upstream = torch.tensor([1.0, float("inf"), 2.0, float("nan")]) if reduction == "none" else torch.tensor(float("inf"))
+    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ head.T, targets, reduction=reduction), x, upstream)
+    (of_logits,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits := (x @ head.T).detach().requires_grad_(), targets, reduction=reduction), logits, upstream)
+    loss, product = ops.Sequential(ops.CrossEntropy(reduction=reduction)), ops.Sequential(ops.LinearCrossEntropy(6, 10, bias=False, reduction=reduction))
+    product[0].weight = torch.nn.Parameter(head.clone())
+    called = [torch.compile(each, backend=backend) if backend else each for each in (loss, product)]
+    (grad,) = torch.autograd.grad(called[0](logits, targets), logits, upstream)
+    assert torch.equal(grad.isfinite(), of_logits.isfinite()) and not grad[1].any() and not grad[3].any()
+    torch.testing.assert_close(grad[of_logits.isfinite()], of_logits[of_logits.isfinite()])
+    (grad,) = torch.autograd.grad(called[1](x, targets), x, upstream)
+    assert not grad[1].any() and not grad[3].any() and torch.equal(grad.isfinite(), wanted.isfinite())
+
+
+def test_class_weights_that_sum_to_zero_give_the_nan_of_torch():
+    weights, targets = torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0, 1, -100])
+    logits = torch.randn(3, 3, requires_grad=True)
+    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, targets, weights), logits)
+    loss = ops.CrossEntropy(class_weight=weights)(logits, targets)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert not loss.isfinite() and torch.equal(grad.isfinite(), wanted.isfinite()) and not grad[2].any()
+    head = torch.nn.Parameter(torch.randn(3, 3))
+    tandem.linear_cross_entropy(logits, head, targets, weight=weights).backward()
+    assert not head.grad.isfinite().any()
+
+
 def test_errors_of_the_loss_of_logits():
     logits, loss = torch.randn(2, 3), ops.CrossEntropy()
     with pytest.raises(IndexError, match="^cross_entropy: expected targets from 0 to 2, or -100 where a row is ignored, got 3 in row 1. Pass the number of a class for each row."):

@@ -88,7 +88,7 @@ class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
     The extra input `targets` holds the class, int64, of each row of x [..., in_features]. With `reduction` "none" y has the shape of the targets.
     "sum" adds the losses of all rows, and "mean" divides this sum by the sum of the rows' factors: 1 or the `class_weight` of the target, and 0 for
     an ignored row. The mean of no rows is NaN, with gradients of zeros. y is float32, or float64 if `weight` is float64. Recipes do not
-    quantize this product.
+    quantize this product. Forward computes the gradients of logits, so in float16 it loses those below 6e-8, whatever a GradScaler scales y by.
 
     With a `tensor_parallel_group` its ranks share the classes: each holds num_classes / size rows of weight, bias and class_weight, in the order of
     ranks. All ranks pass the same targets, which count all classes, and get the same losses and predictions. The ranks exchange a few numbers
