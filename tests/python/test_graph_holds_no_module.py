@@ -68,6 +68,15 @@ def modules_behind(node):
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collections_pass_over_older_objects():
+    """Each of these tests collects garbage, which takes a second with what all earlier tests have left."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_die_before_their_graphs(name, recipe):
