@@ -21,6 +21,12 @@ bool is_written(Frame& frame, Value value) {
   return format == Format::opaque || format == Format::shape || frame.tensor(value).defined();
 }
 
+/// The tensors that hold a value's elements.
+at::TensorList memory_of(Frame& frame, Value value) {
+  if (const auto* const parts = frame.parts(value)) return *parts;
+  return frame.tensor(value);
+}
+
 /// Checks that an in-place write changes nothing but its target. Only values in the frame are
 /// checked: a value that does not exist yet has no old contents.
 void check_overwrite(Frame& frame, const Plan& plan, const Overwritten& overwritten) {
@@ -35,19 +41,21 @@ void check_overwrite(Frame& frame, const Plan& plan, const Overwritten& overwrit
   for (const Value value : overwritten.read_later) {
     const bool is_output =
         std::find(plan.outputs.begin(), plan.outputs.end(), value) != plan.outputs.end();
-    check(value, frame.whole(value),
-          plan.kept_at[index_of(value)] >= 0 ? "backward reads it"
-          : is_output                        ? "it is an output"
-                                             : "a later op reads it");
+    for (const at::Tensor& tensor : memory_of(frame, value))
+      check(value, tensor,
+            plan.kept_at[index_of(value)] >= 0 ? "backward reads it"
+            : is_output                        ? "it is an output"
+                                               : "a later op reads it");
   }
   for (const Value value : plan.kept)
     if (frame.type(value).format == Format::opaque)
       for (const at::Tensor& tensor : frame.tensors(value))
         check(value, tensor, "backward reads it");
   for (const Value value : step.reads)
-    if (exists(value) && value != target && frame.tensor(value).defined() &&
-        !same_elements(frame.tensor(value), frame.tensor(target)))
-      check(value, frame.tensor(value), "the op that writes reads it");
+    if (exists(value) && value != target)
+      for (const at::Tensor& tensor : memory_of(frame, value))
+        if (tensor.defined() && !same_elements(tensor, frame.tensor(target)))
+          check(value, tensor, "the op that writes reads it");
 }
 
 void run(Frame& frame, const Step& step) {

@@ -1,5 +1,7 @@
 #include "fusions/linear.h"
 
+#include <algorithm>
+
 #include "core/call.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/elementwise/elementwise.h"
@@ -33,10 +35,14 @@ const at::Tensor* bias_of(const Call& call) {
 void add_in_place(Call& call, const at::Tensor& target, double factor) {
   enum Read { x, weight, bias };
   ops::check_linear(call, x, weight);
-  const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
+  const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.like(weight));
   const bool fits = target.sym_sizes() == c10::SymIntArrayRef(sizes) && target.is_contiguous() &&
                     target.scalar_type() == product_dtype(call);
-  const bool is_apart = !target.is_alias_of(call.in(x)) && !target.is_alias_of(call.in(weight));
+  const auto shares = [&](const at::Tensor& tensor) { return target.is_alias_of(tensor); };
+  const auto* const parts = call.parts(weight);
+  const bool is_apart =
+      !shares(call.in(x)) &&
+      (parts != nullptr ? std::ranges::none_of(*parts, shares) : !shares(call.in(weight)));
   if (fits && is_apart && !call.has(bias) && ops::multiplies_by(factor)) {
     ops::product_into(call, {x}, {weight, true},
                       target.view_symint({kernel_ops::rows_of(target), target.sym_size(-1)}),

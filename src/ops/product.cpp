@@ -101,14 +101,10 @@ bool reads_parts(const Call& call, const at::Tensor& a, Factor b) {
          (b.transposed || !kernel_ops::is_narrow(a.scalar_type()));
 }
 
-/// Returns alpha a b + addend, as `multiply` does, for b in parts. A part gives some columns of the
-/// result if b is transposed, else a term of each of its sums.
-at::Tensor multiply_parts(Call& call, const at::Tensor& a, Factor b, c10::SymIntArrayRef sizes,
-                          double alpha, const at::Tensor* addend, bool is_wide) {
-  const at::ScalarType dtype = is_wide ? at::kFloat : a.scalar_type();
-  at::Tensor result = call.frame().allocate(C10_AS_INTARRAYREF_SLOW(sizes), dtype, a);
-  if (addend != nullptr) result.copy_(*addend);
-  const at::Tensor flat = matrix(result, /*transposed=*/false, Path::direct);
+/// Writes alpha a b to the matrix `result`, or adds it, for b in parts. A part gives some columns
+/// of the result if b is transposed, else a term of each of its sums.
+void multiply_parts(Call& call, const at::Tensor& a, Factor b, double alpha, bool accumulate,
+                    const at::Tensor& result) {
   const auto columns = [](const at::Tensor& of, int64_t first, int64_t count) {
     return at::native::as_strided_tensorimpl(of, {of.size(0), count}, of.strides(),
                                              of.storage_offset() + first * of.stride(1));
@@ -116,14 +112,14 @@ at::Tensor multiply_parts(Call& call, const at::Tensor& a, Factor b, c10::SymInt
   int64_t first = 0;
   for (const at::Tensor& part : *call.parts(b.read)) {
     const int64_t count = part.size(0);
-    const bool adds = addend != nullptr || (!b.transposed && first != 0);
+    const bool adds = accumulate || (!b.transposed && first != 0);
     const at::Tensor left = b.transposed ? a : columns(a, first, count),
                      right = matrix(part, b.transposed, Path::direct);
-    const Product product(left, right, dtype, {.alpha = alpha, .beta = adds ? 1.0 : 0.0});
-    call.took(kernel_ops::multiply(product, b.transposed ? columns(flat, first, count) : flat));
+    const Product product(left, right, result.scalar_type(),
+                          {.alpha = alpha, .beta = adds ? 1.0 : 0.0});
+    call.took(kernel_ops::multiply(product, b.transposed ? columns(result, first, count) : result));
     first += count;
   }
-  return result;
 }
 
 /// Returns the tensor that a library can add to alpha a b so that nothing is left to do, or null:
@@ -233,11 +229,17 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
     const bool is_followed = addend == nullptr && (epilogue.bias || epilogue.addend);
     const bool is_wide = is_followed && kernel_ops::is_narrow(own) && left.device().is_cpu();
     const double alpha = is_scaled ? epilogue.alpha : 1;
-    at::Tensor result =
-        reads_parts(call, left, b)
-            ? multiply_parts(call, left, b, sizes, alpha, addend, is_wide)
-            : multiply(call, left, matrix(call.in(b.read), b.transposed, call.path()), sizes, rows,
-                       Sums::any, alpha, addend, is_wide);
+    at::Tensor result;
+    if (reads_parts(call, left, b)) {
+      result = call.frame().allocate(C10_AS_INTARRAYREF_SLOW(sizes),
+                                     is_wide ? at::kFloat : left.scalar_type(), left);
+      if (addend != nullptr) result.copy_(*addend);
+      multiply_parts(call, left, b, alpha, addend != nullptr,
+                     matrix(result, /*transposed=*/false, Path::direct));
+    } else {
+      result = multiply(call, left, matrix(call.in(b.read), b.transposed, call.path()), sizes, rows,
+                        Sums::any, alpha, addend, is_wide);
+    }
     if (addend != nullptr) return result;
     return finished(call, std::move(result), epilogue, own, is_scaled);
   }
@@ -280,10 +282,14 @@ void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool
         const at::ScalarType wide = at::promote_types(tensor.scalar_type(), target.scalar_type());
         return matrix(tensor.to(wide), factor.transposed, call.path());
       };
-  const at::Tensor left = operand(a), right = operand(b);
+  const at::Tensor left = operand(a);
   const bool is_same = left.scalar_type() == target.scalar_type();
-  if (call.path() == Path::direct && is_same && target.is_contiguous() &&
-      kernel_ops::is_plain(target) && target.device() == left.device()) {
+  const bool is_direct = call.path() == Path::direct && is_same && target.is_contiguous() &&
+                         kernel_ops::is_plain(target) && target.device() == left.device();
+  if (is_direct && reads_parts(call, left, b))
+    return multiply_parts(call, left, b, alpha, accumulate, target);
+  const at::Tensor right = operand(b);
+  if (is_direct) {
     const Product product(left, right, target.scalar_type(),
                           {.rows = a.transposed ? Rows::contracted : Rows::of_the_result,
                            .alpha = alpha,

@@ -120,7 +120,7 @@ def test_large_parts_are_multiplied_where_they_lie(dtype, are_apart):
     if dtype in (torch.float32, torch.float64):  # products in 16 bits may widen a part
         assert max(event.self_cpu_memory_usage for event in profile.events()) < weight.numel() * x.element_size()
     torch.autograd.backward([y, same], given)
-    assert "lie apart" not in pipeline.explain()
+    assert ("lie apart" in pipeline.explain()) == (are_apart and dtype.itemsize == 2)
     wide = x.detach().double()
     near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 20 * torch.finfo(dtype).eps}
     if dtype in (torch.float32, torch.float64):
@@ -133,6 +133,32 @@ def test_large_parts_are_multiplied_where_they_lie(dtype, are_apart):
         assert torch.equal(a, b)
     with torch.autograd.detect_anomaly(check_nan=True):
         step(linear, x, given[0])
+
+
+@pytest.mark.parametrize("rows", [63, 64, 256])
+def test_a_sum_in_place_into_the_memory_of_a_part_is_refused(rows):
+    linear = ops.Linear(256, 2 * rows, bias=False, parameters_split=("q", "k")).requires_grad_(False)
+    extra, weight = linear.q_weight.view(-1, 2 * rows), linear.weight.clone()
+    with pytest.raises(RuntimeError, match="expected 0.basic_linear.weight unchanged until the end of the call, as the op that writes reads it"):
+        ops.Sequential(linear, ops.AddExtraInput(in_place=True))(torch.randn(len(extra), 256), extra)
+    assert torch.equal(linear.weight, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_in_place_reads_parts_where_they_lie(dtype):
+    linear = ops.Linear(512, 1024, bias=False, parameters_split=("q", "k"), dtype=dtype).requires_grad_(False)
+    linear.k_weight = torch.nn.Parameter(linear.k_weight.clone(), requires_grad=False)
+    weight = torch.cat([linear.q_weight, linear.k_weight]).double()
+    x, extra = torch.randn(2, 512, dtype=dtype), torch.randn(2, 1024, dtype=dtype)
+    wanted = x.double() @ weight.T + extra.double()
+    pipeline = ops.Sequential(linear, ops.AddExtraInput(in_place=True))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        assert pipeline(x, extra).data_ptr() == extra.data_ptr()
+    if dtype == torch.float32:
+        assert max(event.self_cpu_memory_usage for event in profile.events()) < linear.q_weight.nbytes
+    torch.testing.assert_close(extra.double(), wanted, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    said = pipeline.explain().count("each backward copies q_weight, k_weight into one weight, as they lie apart in memory.")
+    assert said == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("moved", ["apart", "deepcopy", "pickle", "assigned", "float64", "to_empty"])

@@ -227,11 +227,12 @@ def _apart(run: OpRun) -> list[str]:
     for op in run.now.joined:
         for operand, names in op.__dict__["_joined"].items():
             parts = op._parts_of(operand)
-            if any(isinstance(part, QuantizedTensor) or part.is_meta for part in parts) or are_adjacent(parts) or _C.are_multiplied_apart(parts):
+            is_apart = _C.are_multiplied_apart(parts)  # in 16 bits only the products of forward read each part where it lies
+            if any(isinstance(part, QuantizedTensor) or part.is_meta for part in parts) or are_adjacent(parts) or (is_apart and parts[0].itemsize > 2):
                 continue
             texts.append(
-                f"each call copies {', '.join(names)} into one {operand}, as they lie apart in memory. Move their module with .to(device), if only "
-                "to where it is: that lays them together."
+                f"each {'backward' if is_apart else 'call'} copies {', '.join(names)} into one {operand}, as they lie apart in memory. Move their module "
+                "with .to(device), if only to where it is: that lays them together."
             )
     return texts
 
