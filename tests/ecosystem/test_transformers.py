@@ -38,6 +38,12 @@ def graphs(backend, model, inputs, **options):
     return loss, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+def farthest(model, other):
+    """The largest difference of gradients, each relative to the largest element of its parameter's gradient, or a thousandth of the model's."""
+    pairs = [(p.grad.double(), q.grad.double()) for p, q in zip(model.parameters(), other.parameters(), strict=True) if q.grad is not None]
+    return max(((p - q).abs().max() / max(q.abs().max(), 1e-3 * largest(other))).item() for p, q in pairs)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_those_of_eager(name):
     model, inputs = made(name)
@@ -49,10 +55,13 @@ def test_loss_and_gradients_are_those_of_eager(name):
     _, *made_by_eager = graphs("eager", other, inputs)
     products, inside = sum(each.products for each in reports), sum(each.products_inside for each in reports)
     left = sorted({f"{row} ({reason})" for each in reports for row, _, reason in each.left if row != "sum"})
-    worst = max(((p.grad - q.grad).abs().max() / max(p.grad.abs().max(), 1e-3 * largest(model))).item() for p, q in zip(model.parameters(), own.parameters(), strict=True) if p.grad is not None)
+    worst = farthest(own, model)
     print(f"\n{name}: loss {expected:.6f}, off by {abs(loss - expected):.1e}, gradients by {worst:.1e}; {inside} of {products} products in {sum(len(each.pieces) for each in reports)} pipelines; left: {', '.join(left) or 'nothing'}", end="")
     assert abs(loss - expected) < 2e-6 * max(1.0, abs(expected))
-    assert worst < 2e-5
+    if worst >= 2e-5:  # the model amplifies rounding: neither is to be farther from float64 than the other by much
+        wide = copy.deepcopy(model).double()
+        step(wide, {key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value for key, value in inputs.items()})
+        assert farthest(own, wide) < 2 * farthest(model, wide)
     assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in own.parameters()]
     assert made_by_own == made_by_eager, "graphs and breaks"
     assert inside >= 0.9 * products if name in DECODERS else inside > 0
