@@ -29,8 +29,9 @@ TANDEM_API std::optional<at::Tensor> memory_of_pieces(at::TensorList pieces);
 at::Tensor joined(at::TensorList pieces, bool may_view);
 
 /// Whether products multiply each piece of a matrix where it lies, instead of a copy of all pieces:
-/// matrices on the CPU, none of which is small. A product of few rows would else take several times
-/// as long as its copy. It depends on dtypes and sizes alone, because the last bits of sums do.
+/// matrices on the CPU, none of which is small. A copy reads and writes what a product of few rows
+/// only reads. The answer depends on dtypes and sizes alone, because the last bits of a product
+/// depend on how it is cut.
 TANDEM_API bool are_multiplied_apart(at::TensorList pieces);
 
 /// Whether the codes of joined matrices can be joined too, if each matrix but the last ends with a
