@@ -1,4 +1,4 @@
-"""Fails when the tree breaks a rule of its layout: file sizes, arrows between layers, source lists.
+"""Fails when the tree breaks a rule of its layout: file sizes, arrows between layers, names of modules and tests.
 
 Usage: check_layout.py [ROOT]      Rules:
   sizes   no source file has more than MAX_LINES lines; the median is at most MEDIAN_LINES
@@ -11,7 +11,6 @@ Usage: check_layout.py [ROOT]      Rules:
           __init__.py
   tops    no module beside the __init__.py of a Python package below python/ has a name that begins with one underscore: it lies in a package
           below that one whose name says what it is about. The stub of the extension is an exception.
-  lists   each source is listed once, in the CMakeLists.txt of its folder or of one above, and each listed source exists
   tests   if a header names tests as "(test X)" or "(tests X, Y)", they are suites or cases of tests/; "*" stands for any text
 """
 
@@ -20,7 +19,6 @@ import fnmatch
 import re
 import statistics
 import sys
-from collections import Counter
 from pathlib import Path
 
 import declarations
@@ -57,8 +55,6 @@ AUTOGRAD = re.compile(r"^torch/csrc/autograd/")
 COMMENT_BREAK = re.compile(r"\n\s*//[/!]?")
 NAMED_TESTS = re.compile(r"\(tests?\s+([A-Z*][\w.*]*(?:,\s+[A-Z*][\w.*]*)*)\)")
 TEST_CASE = re.compile(r"\b(?:TYPED_)?TEST(?:_[FP])?\(\s*(\w+)\s*,\s*(\w+)")
-LISTING = re.compile(r"\b(?:target_sources|add_executable|add_library|tandem_add_\w+|set)\s*\(([^()]*)\)")
-LISTED = re.compile(r"[\w$/{}.+-]+\.(?:cpp|cu)\b(?!\.)")
 
 
 def source_files(root: Path) -> list[Path]:
@@ -241,34 +237,6 @@ def check_tops(root: Path) -> list[str]:
     ]
 
 
-def listed_sources(cmake_file: Path) -> list[Path]:
-    """The sources that a CMakeLists.txt lists, except those of other folders, which have absolute paths."""
-    text = re.sub(r"#.*", "", cmake_file.read_text(encoding="utf-8"))
-    listed = LISTED.findall(" ".join(LISTING.findall(text)))
-    names = [name.removeprefix("${CMAKE_CURRENT_SOURCE_DIR}/") for name in listed]
-    return [cmake_file.parent / name for name in names if "$" not in name and ".." not in Path(name).parts]
-
-
-def check_lists(root: Path, files: list[Path]) -> list[str]:
-    folders = [root / name for name in ("src", "apps", "cli", "tests", "benchmarks") if (root / name).is_dir()]
-    lists = [found for folder in folders for found in folder.rglob("CMakeLists.txt")]
-    times_listed = Counter(source for cmake_file in lists for source in listed_sources(cmake_file))
-    problems = []
-    for source, times in times_listed.items():
-        if not source.is_file():
-            problems.append(f"{source.relative_to(root)}: expected a file, got a list that names it. Remove it there.")
-        elif times > 1:
-            problems.append(f"{source.relative_to(root)}: expected one list to name it, got {times}.")
-    for path in files:
-        if path.suffix == ".cpp" and any(folder in path.parents for folder in folders):
-            if path not in times_listed:
-                problems.append(
-                    f"{path.relative_to(root)}: expected the CMakeLists.txt of its folder to name it, got none that does. "
-                    "Add it to target_sources there."
-                )
-    return problems
-
-
 def check_tests(root: Path, files: list[Path]) -> list[str]:
     names = {
         name
@@ -290,7 +258,7 @@ def check_tests(root: Path, files: list[Path]) -> list[str]:
 def main(root: Path) -> int:
     files = source_files(root)
     problems = check_circles(root) + check_tops(root)
-    for check in (check_sizes, check_columns, check_arrows, check_bodies, check_lists, check_tests):
+    for check in (check_sizes, check_columns, check_arrows, check_bodies, check_tests):
         problems += check(root, files)
     for problem in problems:
         print(f"check_layout: {problem}", file=sys.stderr)

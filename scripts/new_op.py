@@ -90,23 +90,6 @@ def with_row(table: str, row: str) -> str:
     return table.replace(block, "\n".join([line.ljust(width) + "\\" for line in lines[:-1]] + lines[-1:]))
 
 
-def with_source(source: str):
-    """An edit that adds a source to the list in a CMakeLists.txt, in alphabetical order."""
-
-    def change(text: str) -> str:
-        folder = source.rpartition("/")[0]
-        listed = re.findall(r"^( +|.*PRIVATE )([\w/]+\.cpp)(\)?)$", text, re.M)
-        beside = [name for _, name, _ in listed if name.rpartition("/")[0] == folder]
-        if not beside:
-            raise Refused(f"expected a list of sources in alphabetical order, got one without any of the folder of {source}. Restore it.")
-        behind = [name for name in beside if name < source]
-        if not behind:
-            return re.sub(rf"^( *)({re.escape(beside[0])})$", rf"\1{source}\n\1\2", text, count=1, flags=re.M)
-        return re.sub(rf"^( *)(.*\b{re.escape(behind[-1])})(\)?)$", lambda line: f"{line[0][:-len(line[3]) or None]}\n{line[1]}{source}{line[3]}", text, count=1, flags=re.M)
-
-    return change
-
-
 def document(root: Path, op: dict) -> str:
     """Adds an op to docs/ops.md in alphabetical order and writes its page, as render_ops.py will once the op is built. Returns the page's path."""
     path = root / "docs" / "ops.md"
@@ -158,9 +141,6 @@ def write_op(name: str, root: Path) -> tuple[list[str], list[str]]:
         new.append(path)
     for path, text in zip(new, NEW_FILES.values(), strict=True):
         (root / path).write_text(text.replace("@name@", name).replace("@Type@", camel(name)), encoding="utf-8")
-    lists = {"src/kernels/CMakeLists.txt": f"cpu/{name}.cpp", "src/kernel_ops/CMakeLists.txt": f"elementwise/{name}.cpp", "src/ops/CMakeLists.txt": f"{name}.cpp"}
-    for path, source in lists.items():
-        edit(root / path, with_source(source))
     slope = {
         "name": "slope",
         "default": 1.0,
@@ -170,7 +150,7 @@ def write_op(name: str, root: Path) -> tuple[list[str], list[str]]:
     }
     edit(root / CASES, before("    }\n\n\ndef without_codes", KERNEL_OP_CASES.replace("@name@", name)))
     page = document(root, description(name, "y = x / (1 + slope |x|)", "", [slope], lambda *, slope=1.0: None))
-    return [*new, page], [*lists, CASES, "docs/ops.md"]
+    return [*new, page], [CASES, "docs/ops.md"]
 
 
 def main(arguments: list[str]) -> int:

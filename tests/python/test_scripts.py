@@ -12,8 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 GOOD_TREE = {
-    "src/core/CMakeLists.txt": "target_sources(tandem PRIVATE plan.cpp)\n"
-    "set_property(SOURCE plan.cpp APPEND PROPERTY COMPILE_DEFINITIONS N=1)\n",
     "src/core/plan.h": '#include <ATen/core/Tensor.h>\n#include "kernel_ops/norm.h"\n#include "tandem/export.h"\n',
     "src/core/plan.cpp": '#include "core/plan.h"\n'
     "void f(int n) {\n"
@@ -22,9 +20,7 @@ GOOD_TREE = {
     "}\n",
     "src/kernel_ops/norm.h": '#include "tandem/memory.h"\nnamespace tandem {\nvoid norm(int rows);\nstruct Norm;\n}\n',
     "src/kernel_ops/norm.cpp": "namespace tandem {\nvoid norm(int rows) {\n}\nint cached_bytes() {\n  return 0;\n}\nstruct Norm {};\n}\n",
-    "src/kernel_ops/CMakeLists.txt": "target_sources(tandem PRIVATE norm.cpp)\n",
     "include/tandem/memory.h": "namespace tandem {\nint cached_bytes();\n}\n",
-    "src/kernels/CMakeLists.txt": "target_sources(tandem_kernels PRIVATE cpu/norm.cpp)\n",
     "src/kernels/cpu/norm.cpp": '#include "kernels/norm.h"\n',
     "src/kernels/norm.h": "#pragma once\n",
     "src/autograd/node.h": "#include <torch/csrc/autograd/function.h>\n",
@@ -35,7 +31,6 @@ GOOD_TREE = {
     "python/tandem/ops/op.py": "from tandem import _C\n",
     "python/tandem/ops/linear.py": "from tandem.ops import op\n",
     "tests/core/plan_test.cpp": 'EXPECT_TEXT("plan: expected one step");\n',
-    "tests/core/CMakeLists.txt": "target_sources(tandem_tests PRIVATE plan_test.cpp)\n",
 }
 
 
@@ -122,27 +117,13 @@ BROKEN_LAYOUTS = {
     ),
     "circle of imports through a package": ({"python/tandem/ops/op.py": "import tandem\n"}, "no circle of imports"),
     "underscored module": ({"python/tandem/_linear.py": ""}, "python/tandem/_linear.py: expected a module in a package that says what it is about"),
-    "source not listed": ({"src/core/value.cpp": "\n"}, "src/core/value.cpp: expected the CMakeLists.txt"),
-    "listed in a comment only": (
-        {"src/core/CMakeLists.txt": "target_sources(tandem PRIVATE # plan.cpp\n)\n"},
-        "src/core/plan.cpp: expected the CMakeLists.txt",
-    ),
-    "listed but absent": (
-        {"src/core/CMakeLists.txt": "target_sources(tandem PRIVATE plan.cpp gone.cpp)\n"},
-        "src/core/gone.cpp: expected a file",
-    ),
     "no such test": ({"src/core/plan.h": "/// Error: none (test Plans).\n"}, "src/core/plan.h: expected a suite or a case of tests/ for what holds, got Plans"),
     "no such test in the next line": (
         {
             "src/core/plan.h": "/// Error: none (tests PlanTest, PlanTest.*Order,\n///         Plans).\n",
             "tests/plan_test.cpp": "TEST_P(PlanTest, KeepsOrder) {}\n",
-            "tests/CMakeLists.txt": "target_sources(tests PRIVATE plan_test.cpp)\n",
         },
         "got Plans, which none is called. Name one that is there",
-    ),
-    "listed twice": (
-        {"src/core/CMakeLists.txt": "target_sources(tandem PRIVATE plan.cpp plan.cpp)\n"},
-        "src/core/plan.cpp: expected one list to name it, got 2",
     ),
 }
 
