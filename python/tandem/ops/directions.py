@@ -14,7 +14,6 @@ import torch
 from tandem import _C
 from tandem.ops import main_grad
 from tandem.ops.context import OperationContext
-from tandem.ops.signature import signature_of
 from tandem.recipe_state import history_length
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -56,23 +55,18 @@ def drawing() -> Iterator[Draws]:
         _running.draws = outer
 
 
+def description_of(entries: list[_C.OpEntry], recipe: str = "null", *, training: bool = True, fusions_version: int = 0) -> str:
+    """The description of a call without budget and workspaces. `fusions_version` 0: no fusions of users."""
+    terms: dict[str, Any] = {"required_fusions": [], "process": "", "memory_budget": None, "cache_weights": False}
+    return _C.write_description(_C.write_ops(entries), recipe, training=training, fusions_version=fusions_version, **terms)
+
+
 @functools.lru_cache(maxsize=256)
 def _description(
-    kind: str, options: str, extra: int, params: int, joins: tuple[int, ...], recipe: str, training: bool, in_place: bool, fusions_version: int
+    kind: str, options: str, params: int, joins: tuple[int, ...], recipe: str, training: bool, in_place: bool, fusions_version: int
 ) -> str:
-    signature = signature_of(kind)
-    entry = _C.OpEntry(
-        op=kind,
-        options=options,
-        params=list(range(params)),
-        joins=list(joins),
-        extra_inputs=[None] * extra,
-        extra_outputs=[(None, True)] * len(signature.extra_outputs),
-        in_place=in_place,
-    )
-    return _C.write_description(
-        _C.write_ops([entry]), recipe, training=training, required_fusions=[], fusions_version=fusions_version, process="", memory_budget=None, cache_weights=False
-    )
+    entry = _C.OpEntry(op=kind, options=options, params=list(range(params)), joins=list(joins), in_place=in_place)
+    return description_of([entry], recipe, training=training, fusions_version=fusions_version)
 
 
 class DirectionsMixin:
@@ -261,8 +255,7 @@ class DirectionsMixin:
             )
         options = json.dumps(self._options(), sort_keys=True)
         in_place = getattr(self, "in_place", False)
-        inputs = (self.num_extra_inputs, params, self._joins)
-        return _description(self._kind, options, *inputs, recipe, call.training, in_place, _C.fusions_version())
+        return _description(self._kind, options, params, self._joins, recipe, call.training, in_place, _C.fusions_version())
 
     def _library_forward_of(self: Any, x: torch.Tensor, extra: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], Tensors]:
         params = [getattr(self, name) for name in self._parameter_names]

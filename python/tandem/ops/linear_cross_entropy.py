@@ -8,8 +8,10 @@ from typing import Any, Literal, overload
 
 import torch
 
+from tandem import _C
 from tandem.compilers.tracing import constant_while_traced, number_while_traced
 from tandem.ops.collective import collectives
+from tandem.ops.directions import description_of
 from tandem.ops.loss import shared_classes
 from tandem.ops.signature import signature_of
 
@@ -25,16 +27,16 @@ _OPERANDS = {
 @constant_while_traced
 def _description(kind: str, parameters: int, group: Any, **options: bool | int | float | str) -> str:
     before, _, size = collectives("linear_cross_entropy", None if group is None else "column", group, sequence_parallel=False)
-    if size == 1:
-        return _written(kind, parameters, "[]", **options)
-    return _written(kind, parameters, json.dumps([{"op": part._kind, "options": part._options()} for part in before]), **options, **shared_classes(group))
+    parts = () if size == 1 else tuple([(part._kind, json.dumps(part._options())) for part in before])
+    return _written(kind, parameters, parts, **options, **({} if size == 1 else shared_classes(group)))
 
 
 @functools.cache
-def _written(kind: str, parameters: int, before: str, **options: bool | int | float | str) -> str:
+def _written(kind: str, parameters: int, before: tuple[tuple[str, str], ...], **options: bool | int | float | str) -> str:
     named = {option.name: option for option in signature_of(kind).options}
     checked = {name: named[name].checked("linear_cross_entropy", name, value) for name, value in options.items()}
-    return json.dumps({"ops": [*json.loads(before), {"op": kind, "params": [*range(parameters)], "options": checked}]})
+    loss = _C.OpEntry(op=kind, params=[*range(parameters)], options=json.dumps(checked))
+    return description_of([*[_C.OpEntry(op=name, options=own) for name, own in before], loss])
 
 
 @overload
