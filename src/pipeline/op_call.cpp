@@ -110,7 +110,7 @@ OpResults op_forward(const std::string& description, at::TensorList inputs, at::
   const OperandTable* operands = operands_of(*plan);
   for (const std::string_view name : program->description().ops[0].kind->def.context) {
     const Value value = operands == nullptr ? Value::none : value_of(*operands, name);
-    results.context.push_back(exists(value) ? values.frame().tensor(value) : at::Tensor());
+    results.context.push_back(exists(value) ? values.frame().whole(value) : at::Tensor());
   }
   return results;
 }

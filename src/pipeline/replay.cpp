@@ -137,6 +137,10 @@ bool StepCheck::provide(Value value, Replay& reference) {
       frame().opaque(value) = reference.frame().opaque(value);
       break;
     default:
+      if (const std::vector<at::Tensor>* parts = reference.frame().parts(value)) {
+        frame().hold(value, *parts);
+        break;
+      }
       for (size_t part = 0; part < tensors_per_value(frame().type(value)); ++part)
         frame().tensor(value, part) = reference.frame().tensor(value, part);
       if (const c10::SymDimVector* sizes = reference.frame().noted_sizes(value))
@@ -154,7 +158,7 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
   ++comparisons_;
   bool equal = true;
   for (size_t part = 0; part < tensors_per_value(frame().type(value)); ++part)
-    equal &= difference(frame().tensor(value, part), expected.tensor(value, part), 0, 0).empty();
+    equal &= difference(frame().whole(value, part), expected.whole(value, part), 0, 0).empty();
   if (equal) return "";
   is_same = false;
   const double tolerance = tolerance_of(step, members, reference.plan(), expected);
@@ -207,7 +211,7 @@ at::Tensor StepCheck::in_float32(Value value, const Steps& members, Replay& refe
       if (types[index_of(read)].format == Format::shape) {
         wide.shape(read) = reference.frame().shape(read);
       } else if (!wide.tensor(read).defined()) {
-        const at::Tensor& tensor = reference.frame().tensor(read);
+        const at::Tensor& tensor = reference.frame().whole(read);
         wide.tensor(read) =
             kernel_ops::is_narrow(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
       }
@@ -237,7 +241,7 @@ at::Tensor StepCheck::scale_of(const Step& step, Value value, const Steps& membe
   for (const Value rounded : between)
     if (frame().type(rounded).format == Format::plain &&
         reference.frame().tensor(rounded).numel() == result.numel())
-      whole = std::max(whole, largest_of(reference.frame().tensor(rounded)));
+      whole = std::max(whole, largest_of(reference.frame().whole(rounded)));
   const at::Tensor for_all = at::scalar_tensor(whole, at::kDouble);
   if (!result.is_floating_point() || result.dim() < 2 || result.numel() == 0) return for_all;
   if (const Origin origin = frame().type(value).origin;
@@ -258,9 +262,9 @@ at::Tensor StepCheck::scale_of(const Step& step, Value value, const Steps& membe
     return true;
   };
   for (const Value operand : step.reads)
-    if (holds_tensor(operand) && !note(operand, frame().tensor(operand), false)) return for_all;
+    if (holds_tensor(operand) && !note(operand, frame().whole(operand), false)) return for_all;
   for (const Value rounded : between)
-    if (holds_tensor(rounded) && !note(rounded, reference.frame().tensor(rounded), true))
+    if (holds_tensor(rounded) && !note(rounded, reference.frame().whole(rounded), true))
       return for_all;
   return share.defined() ? at::maximum(scale, share * whole) : for_all;
 }

@@ -298,7 +298,7 @@ class Verification {
                            double term = 0) -> std::string {
       ++report_.comparisons;
       const StepCheck::Bound bound = exists(value) ? steps.bound(value) : StepCheck::Bound();
-      at::Tensor want = exists(value) ? expected.frame().tensor(value, part) : at::Tensor();
+      at::Tensor want = exists(value) ? expected.frame().whole(value, part) : at::Tensor();
       // Autograd sums the gradient of an argument that was expanded.
       if (is_gradient && want.defined() && got.defined() &&
           at::is_expandable_to(got.sizes(), want.sizes()))
@@ -349,7 +349,7 @@ class Verification {
         if (!exists(read)) continue;
         if (!reference.has(read) || ++count > 2) return 0;
         if (reference.plan().types[index_of(read)].format != Format::plain) return 0;
-        const at::Tensor& tensor = reference.frame().tensor(read);
+        const at::Tensor& tensor = reference.frame().whole(read);
         if (!tensor.defined() || !tensor.is_floating_point()) return 0;
         product *= largest_of(tensor);
       }
