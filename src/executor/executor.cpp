@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "executor/overlap.h"
+#include "core/overlap.h"
 
 namespace tandem {
 

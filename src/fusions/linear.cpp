@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/call.h"
+#include "core/overlap.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/elementwise/elementwise.h"
 #include "kernel_ops/framework/checks.h"
@@ -38,7 +39,10 @@ void add_in_place(Call& call, const at::Tensor& target, double factor) {
   const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.like(weight));
   const bool fits = target.sym_sizes() == c10::SymIntArrayRef(sizes) && target.is_contiguous() &&
                     target.scalar_type() == product_dtype(call);
-  const auto shares = [&](const at::Tensor& tensor) { return target.is_alias_of(tensor); };
+  // Tensors without a common storage may share memory: arrays of numpy, parts of one memory.
+  const auto shares = [&](const at::Tensor& tensor) {
+    return call.path() == Path::direct ? overlap(target, tensor) : target.is_alias_of(tensor);
+  };
   const auto* const parts = call.parts(weight);
   const bool is_apart =
       !shares(call.in(x)) &&

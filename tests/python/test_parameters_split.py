@@ -144,6 +144,42 @@ def test_a_sum_in_place_into_the_memory_of_a_part_is_refused(rows):
     assert torch.equal(linear.weight, weight)
 
 
+@pytest.mark.parametrize("own", [
+    lambda linear: linear.q_weight.data,
+    lambda linear: linear.weight[:256],
+    lambda linear: linear.weight[256:],
+    lambda linear: torch.from_numpy(linear.weight.numpy()),
+])  # fmt: skip
+@pytest.mark.parametrize("split", [("q", "k"), None])
+def test_a_sum_in_place_into_an_operand_is_right_or_refused(own, split):
+    """Whether or not the tensors have one storage."""
+    linear = ops.Linear(512, 512, bias=False, parameters_split=split).requires_grad_(False)
+    if split is None:
+        linear.q_weight = linear.weight[:256]
+    weight, extra, before = linear.weight.clone(), own(linear), own(linear).clone()
+    x = torch.randn(len(extra), 512)
+    try:
+        y = ops.Sequential(linear, ops.AddExtraInput(in_place=True))(x, extra)
+    except RuntimeError as error:
+        assert "unchanged until the end of the call, as the op that writes reads it" in str(error) and torch.equal(linear.weight, weight)
+    else:
+        torch.testing.assert_close(y.double(), x.double() @ weight.double().T + before.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [127, 128])
+def test_what_reads_a_weight_beside_the_plan_gets_its_numbers(rows, dtype):
+    """Fused and unfused steps agree, and an op that is called by its parts saves the weight, where parts are small and where they are multiplied apart."""
+    linear = ops.Linear(128, 2 * rows, parameters_split=("a", "b"), dtype=dtype)
+    x = torch.randn(6, 128, dtype=dtype)
+    for listed in ((linear,), (ops.RMSNorm(128, dtype=dtype), linear, ops.SwiGLU()), (linear, ops.AddExtraInput(), ops.GELU())):
+        extra = [torch.randn(6, 2 * rows, dtype=dtype)] if len(listed) == 3 and isinstance(listed[1], ops.AddExtraInput) else []
+        outcome = ops.Sequential(*listed).verify(x, *extra)
+        assert outcome, outcome.text
+    _, saved = linear.basic_ops[0].op_forward_compute(x)
+    assert torch.equal(saved[1], torch.cat([linear.a_weight, linear.b_weight]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_in_place_reads_parts_where_they_lie(dtype):
     linear = ops.Linear(512, 1024, bias=False, parameters_split=("q", "k"), dtype=dtype).requires_grad_(False)

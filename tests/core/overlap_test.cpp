@@ -1,5 +1,5 @@
 // Which tensors share elements, against a list of the bytes of each.
-#include "executor/overlap.h"
+#include "core/overlap.h"
 
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "executor/overlap.h"
+#include "core/overlap.h"
 
 #include <c10/util/SmallVector.h>
 
