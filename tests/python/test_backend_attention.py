@@ -317,6 +317,19 @@ def test_what_is_left(case):
     assert reason in text
 
 
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_keys_that_a_cache_keeps_under_autocast_have_the_dtype_of_the_graph(has_cache):
+    """Turned keys are float32 there: products in 16 bits times cosines in float32."""
+    model, x = (Caching if has_cache else Attention)(turn=turned, is_causal=True), torch.randn(2, LENGTH, HIDDEN)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, text = compared(model, x, *tables(), tolerance=4e-2)
+        call = torch.compile(model, backend=backend)
+        results, wants = call(x, *tables()), model(x, *tables())
+    assert ("Attention" in found) != has_cache
+    assert ("others read its keys or values in another dtype than that of its result" in text) == has_cache
+    assert [each.dtype for each in results] == [each.dtype for each in wants]
+
+
 def test_dropout_inside_of_attention_is_left():
     torch._dynamo.reset()
     model = Attention(dropout_p=0.5)

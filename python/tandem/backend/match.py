@@ -98,6 +98,8 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], options: Options
             made = _refused_ops(node, made, bound, terms, recipe) or made
         if outside and not isinstance(made, str) and any(terms.depends(extra, kept) for op in made for extra in op.extras):
             made = "it reads what is computed of its own keys or values"
+        if outside and any(value_of(each).dtype != value_of(node).dtype for each in kept):  # as torch.autocast leaves turned keys
+            made = "others read its keys or values in another dtype than that of its result"
         if isinstance(made, str):
             reasons.append(made)
         else:

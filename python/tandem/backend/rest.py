@@ -16,12 +16,8 @@ _FEW = 2  # a piece of at most so many operations is not worth compiling
 
 
 def runner(graph: GraphModule, compiler: str) -> Callable[..., Any]:
-    """A function that runs the graph.
-
-    Args:
-        graph: a graph that calls pipelines.
-        compiler: "eager": nodes between pipelines run as they are; "inductor": Inductor compiles the pieces between pipelines.
-    """
+    """A function that runs a graph that calls pipelines. `compiler` "eager": nodes between pipelines run as they are; "inductor": Inductor compiles the pieces
+    between them."""
     if compiler == "eager":
         return graph.forward
     split = split_module(graph, None, _pieces(graph).__getitem__, keep_original_order=True)
