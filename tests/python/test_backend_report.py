@@ -102,8 +102,12 @@ def test_explain_where_no_graph_has_reached_the_backend(x):
     without(x)
     with pytest.raises(ValueError, match="got OptimizedModule without. Compiled graphs are known by the parameters and buffers that they read, and it has none"):
         tandem.explain(without)
-    with pytest.raises(ValueError, match="got OptimizedModule without. Call it once with an input. If it was called, Dynamo has handed no graph of it to the backend, and TORCH_LOGS=graph_breaks tells why"):
+    with pytest.raises(ValueError, match="got OptimizedModule without. Call it once with an input. If it was called, either its graphs read other tensors than its parameters, as under FSDP1 and torch.func.functional_call, or Dynamo has handed no graph of it to the backend, and TORCH_LOGS=graph_breaks tells why"):
         tandem.explain(own)
+    given = compiled(nn.Sequential(nn.Linear(HIDDEN, HIDDEN)))
+    torch.func.functional_call(given, {name: each.detach() * 2 for name, each in given.named_parameters()}, x)
+    with pytest.raises(ValueError, match="either its graphs read other tensors than its parameters"):
+        tandem.explain(given)
 
 
 SKIPPED = "Dynamo skips the forward of torch.nn's own classes where model.compile compiles them in place. Call what tandem.compile(model) returns."

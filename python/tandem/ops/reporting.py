@@ -163,7 +163,10 @@ def _what_to_do(module: torch.nn.Module) -> str:
     if not any(True for _ in (*module.parameters(), *module.buffers())):
         return "Compiled graphs are known by the parameters and buffers that they read, and it has none."
     if any(each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in module.modules()):
-        return "Call it once with an input. If it was called, Dynamo has handed no graph of it to the backend, and TORCH_LOGS=graph_breaks tells why."
+        return (
+            "Call it once with an input. If it was called, either its graphs read other tensors than its parameters, as under FSDP1 and "
+            "torch.func.functional_call, or Dynamo has handed no graph of it to the backend, and TORCH_LOGS=graph_breaks tells why."
+        )
     return "Call it once with an input."
 
 
