@@ -72,10 +72,8 @@ class Draft:
         self.keys = sorted(parameters.union(*(tensors for tensors, _ in self.sites.values())))
         self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(region.last.outs) > 1 else []
 
-    def results(self, made: Any) -> Any:
-        """The results of a pipeline, in the order and layout of `outs`."""
-        if not self.columns and not self.heads:
-            return made
+    def split(self, made: Any) -> Any:
+        """The parts of the results of a pipeline, in the order and layout of `outs`."""
         main, *rest = made if isinstance(made, tuple) else (made,)
         # Dynamo has recorded the graph with results that are contiguous and no views, of one row too.
         results = [part.clone(memory_format=torch.contiguous_format) for part in main.split(self.columns, -1)] if self.columns else [main]
@@ -174,8 +172,8 @@ class Call(torch.nn.Module):
         super().__init__()
         self.draft, self.recipe, self.memory_budget = draft, recipe, memory_budget
         self.__dict__["reference"] = reference  # __dict__ keeps its graph from becoming a submodule
-        self.given = 1 + len(draft.extras)
-        self.knows_autocast = all(op.make is not ops.GroupedLinear for op, _, _ in draft.steps)  # torch computes its products in their operands' dtype
+        self.given, self.keys = 1 + len(draft.extras), draft.keys
+        self.has_groups = any(op.make is ops.GroupedLinear for op, _, _ in draft.steps)
         self.made = Known()  # pipelines that this node has called
         self.dtypes = [value_of(out).dtype for out in draft.outs]  # emptied when the first results have been checked
         is_alone = reference is not None or not draft.keys
@@ -183,7 +181,7 @@ class Call(torch.nn.Module):
 
     def __call__(self, *operands: torch.Tensor) -> Any:  # torch's own method looks for hooks
         given, read = operands[: self.given], operands[self.given :]
-        key = tuple([id(read[at]) for at in self.draft.keys])
+        key = tuple([id(read[at]) for at in self.keys])
         made = self.made.get(key) or self.add(key, given, read)
         with made.lock:
             made.fill(read)
@@ -191,16 +189,18 @@ class Call(torch.nn.Module):
                 with nullcontext() if self.recipe is None else recompute.region(self.recipe):
                     if (recipe := _C.in_force.recipe) != made.recipe:
                         made.give_state(recipe, read)
-                    return self.checked(self.draft.results(self.run(made.pipeline, *given)))
+                    results = self.results(made.pipeline, *given)
             finally:
                 made.empty()
+        if self.dtypes:
+            self.check(results)
+        return results
 
-    def checked(self, results: Any) -> Any:
-        """The results. Raises RuntimeError if their dtypes at the first call are not those in the graph, by which code that reads them may be compiled."""
-        if self.dtypes and self.dtypes != (got := [each.dtype for each in (results if isinstance(results, tuple) else (results,))]):
+    def check(self, results: Any) -> None:
+        """Raises RuntimeError if the first results have other dtypes than the graph, by which code that reads them may be compiled."""
+        if self.dtypes != (got := [each.dtype for each in (results if isinstance(results, tuple) else (results,))]):
             raise RuntimeError(f"tandem: expected results of dtypes {self.dtypes}, as in the graph, got {got}. Exclude their modules, and report it.")
         self.dtypes = []
-        return results
 
     def kept(self) -> str:
         """A text: the bytes that the last call with gradients kept for backward and, with `verify`, the bytes that the graph kept."""
@@ -220,19 +220,24 @@ class Call(torch.nn.Module):
                     made.fill(read)
                     made.pipeline.eval()  # without dropout, whose random numbers differ
                     weights, beside = read[: len(self.draft.weights)], read[len(self.draft.read) :]
-                    self.reference.compare(lambda *own: self.draft.results(self.run(made.pipeline, *own)), given, weights, beside)
+                    self.reference.compare(lambda *own: self.results(made.pipeline, *own), given, weights, beside)
                     made.pipeline.train()
                 self.shared.note(key, made, tensors)
             self.made.note(key, made, tensors)
         return made
 
+    def results(self, pipeline: ops.Sequential, *given: torch.Tensor) -> Any:
+        """The results of a pipeline whose parameters are set, in the order and layout of `draft.outs`."""
+        results = self.run(pipeline, *given) if self.has_groups else pipeline.forward(*given)
+        return self.draft.split(results) if self.draft.columns or self.draft.heads else results
+
     def run(self, pipeline: ops.Sequential, *given: torch.Tensor) -> Any:
-        if any(self.draft.ends):
-            x, *extras = given
-            ends = [extra for extra, is_end in zip(extras, self.draft.ends, strict=True) if is_end]
-            sizes = {id(each): torch.diff(each, prepend=each.new_zeros(1)) for each in ends}  # number of rows of each group
-            given = (x, *[sizes.get(id(extra), extra) for extra in extras])
-        with nullcontext() if self.knows_autocast or not torch.is_autocast_enabled(of := self.draft.device.type) else torch.autocast(of, enabled=False):
+        """The results of a pipeline with products of groups."""
+        x, *extras = given
+        ends = {id(extra): extra for extra, is_end in zip(extras, self.draft.ends, strict=True) if is_end}
+        sizes = {at: torch.diff(each, prepend=each.new_zeros(1)) for at, each in ends.items()}  # number of rows of each group
+        given = (x, *[sizes.get(id(extra), extra) for extra in extras])
+        with torch.autocast(of, enabled=False) if torch.is_autocast_enabled(of := self.draft.device.type) else nullcontext():  # in their operands' dtype, as torch
             return pipeline.forward(*given)
 
 
@@ -254,6 +259,7 @@ def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Opti
             reference = Reference(f"pipeline {at}, {region.description()}", draft.operands, draft.outs, depends)
         call = Call(draft, region.recipe, options.memory_budget, reference)
         graph.add_submodule(f"tandem_{at}", call)
+        graph.__dict__[f"tandem_{at}"] = call  # found at once, where torch.nn.Module.__getattr__ would search
         with graph.graph.inserting_before(region.last.outs[-1]):
             node = graph.graph.call_module(f"tandem_{at}", (region.x, *draft.extras, *draft.read, *(reference.beside if reference else ())))
             items = [graph.graph.call_function(operator.getitem, (node, position)) for position in range(len(draft.outs))] if len(draft.outs) > 1 else [node]

@@ -182,14 +182,8 @@ def warn_of_high_precision(reports: Sequence[Report], options: Options, inputs: 
 
 
 def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report], options: Options) -> Callable[..., Any]:
-    """A function that runs a graph and notes the model's tensors that it is called with; `run` itself if pipelines note their parameters already.
-
-    Args:
-        run: the function that runs the graph.
-        graph: the graph.
-        reports: the reports on the checkpointed parts of the graph and on the graph.
-        options: the options of the model.
-    """
+    """A function that calls `run` and notes the model's tensors among its operands; `run` itself if pipelines note their parameters already. The last one of
+    `reports` is that on the graph, the others are those on its checkpointed parts."""
     called_with = reports[-1].called_with
     for report in reports:
         report.together, report.called_with, report.options = reports, called_with, options
