@@ -184,15 +184,20 @@ def test_trainer(tmp_path):
     assert losses[0][-1] < losses[0][0]
 
 
-def test_accelerate():
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(precision):
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision
     model, inputs = made("Llama")
     own = copy.deepcopy(model)
     own.compile(backend="tandem")
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
     prepared, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
     loss = prepared(**inputs).loss
     accelerator.backward(loss)
     optimizer.step()
-    torch.testing.assert_close(loss.detach(), step(model, inputs))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+        wanted = step(model, inputs)
+    torch.testing.assert_close(loss.detach().float(), wanted.float(), **({} if precision == "no" else {"rtol": 1e-2, "atol": 0}))
