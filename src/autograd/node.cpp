@@ -213,14 +213,16 @@ class SharedTensors {
   std::vector<Entry> entries_;
 };
 
-/// Kernels rely on the plan's dtype and layout: a tensor from a saved-tensor hook must have them.
+/// Kernels rely on the plan's dtype and layout. A hook of saved tensors may return others, and
+/// module.to(dtype) changes those of a saved parameter.
 void check_unpacked(const Frame& frame, Value value, const at::Tensor& tensor) {
   const Type& type = frame.type(value);
   if (frame.path() != Path::direct || type.format != Format::plain) return;
-  TORCH_CHECK_TYPE(is_plain(tensor) && tensor.scalar_type() == type.dtype,
-                   "pipeline: expected saved-tensor hooks to give back ", type.name, " of dtype ",
-                   type.dtype, " as a plain tensor, got ", tensor.toString(), " of dtype ",
-                   tensor.scalar_type(), ". Let unpack return what pack was given.");
+  TORCH_CHECK_TYPE(is_plain(tensor) && tensor.scalar_type() == type.dtype, "pipeline: expected ",
+                   type.name, " in backward as forward saved it, a plain ", "tensor of dtype ",
+                   type.dtype, ", got ", tensor.toString(), " of dtype ", tensor.scalar_type(),
+                   ". Let a hook of saved tensors return what it was given, ",
+                   "and convert modules before forward or after backward.");
 }
 
 }  // namespace

@@ -557,11 +557,16 @@ def test_hooks_may_give_back_a_copy(name, layout, hooks):
         assert torch.equal(actual, expected)
 
 
-def test_hooks_that_give_back_something_else_are_refused():
+def test_saved_tensors_of_another_dtype_are_refused():
     x = torch.randn(4, 8, requires_grad=True)
     with saved_tensors_hooks(lambda t: t, lambda t: t.double()):
         y = ops.Sequential(ops.GELU())(x)
-    with pytest.raises(TypeError, match="pipeline: expected saved-tensor hooks to give back x of dtype Float as a plain tensor, got .* of dtype Double"):
+    with pytest.raises(TypeError, match="pipeline: expected x in backward as forward saved it, a plain tensor of dtype Float, got .* of dtype Double. Let a hook"):
+        y.sum().backward()
+    linear = ops.Linear(8, 8)
+    y = linear(x)
+    linear.double()
+    with pytest.raises(TypeError, match="expected .*weight in backward as forward saved it.* and convert modules before forward or after backward"):
         y.sum().backward()
 
 
