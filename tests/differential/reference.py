@@ -171,7 +171,8 @@ class Reference:
         self.notes: list[str] = []
 
     def _leaf(self, t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.double().clone().requires_grad_(t.requires_grad) if t.is_floating_point() else value
+        # After the call: an in-place write turns a leaf without gradient into a result with one.
+        return value.double().clone().requires_grad_(t.requires_grad and t.is_leaf) if t.is_floating_point() else value
 
     def _of(self, t: torch.Tensor) -> Valued:
         for original, leaf in zip(self.built.leaves, self.leaves, strict=True):
