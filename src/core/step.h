@@ -24,8 +24,10 @@ enum class StepKind : uint8_t {
   round,
   /// Adds two gradients.
   add,
-  /// Joins the tensors of a parameter, and splits the parameter's gradient into theirs.
+  /// Joins the tensors of a parameter, counts the rows of each, and splits the parameter's gradient
+  /// into theirs.
   join,
+  count_rows,
   split,
   rename,
   seed,

@@ -47,11 +47,17 @@ void join_codes(Call& call) {
            1);
 }
 
+void count_rows(Call& call) {
+  c10::SymDimVector rows;
+  for (size_t i = 0; i < call.step().reads.size(); ++i) rows.push_back(call.in(i).sym_size(0));
+  call.frame().shape(call.step().writes[0]) = std::move(rows);
+}
+
 void split(Call& call) {
-  enum Read { gradient, first_part };
+  enum Read { gradient, rows };
   c10::SymInt begin = 0;
   for (size_t i = 0; i < call.step().writes.size(); ++i) {
-    const c10::SymInt length = call.in(first_part + i).sym_size(0);
+    const c10::SymInt length = call.frame().shape(call.step().reads[rows])[i];
     if (call.wants(i)) call.out(i, call.in(gradient).narrow_symint(0, begin, length));
     begin += length;
   }

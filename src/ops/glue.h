@@ -27,6 +27,7 @@ void cast(Call& call);
 void add(Call& call);
 void join(Call& call);
 void join_codes(Call& call);
+void count_rows(Call& call);
 void split(Call& call);
 void rename(Call& call);
 void draw_seed(Call& call);

@@ -60,13 +60,14 @@ Step join_codes_step(const Values& parts, Value y) {
                  {"y"}, {y});
 }
 
-Step split_step(Value gradient, const Values& parts, const Values& gradients) {
-  Names read_names(1 + parts.size(), "part");
-  read_names[0] = "grad_y";
-  Values reads{gradient};
-  reads.insert(reads.end(), parts.begin(), parts.end());
-  return step_of(StepKind::split, "split", glue::split, std::move(read_names), std::move(reads),
-                 Names(parts.size(), "grad_part"), gradients);
+Step count_rows_step(const Values& parts, Value rows) {
+  return step_of(StepKind::count_rows, "count_rows", glue::count_rows, Names(parts.size(), "part"),
+                 parts, {"rows"}, {rows});
+}
+
+Step split_step(Value gradient, Value rows, const Values& gradients) {
+  return step_of(StepKind::split, "split", glue::split, {"grad_y", "rows"}, {gradient, rows},
+                 Names(gradients.size(), "grad_part"), gradients);
 }
 
 Step rename_step(Value x, Value y) {

@@ -27,7 +27,9 @@ Step join_step(const Values& parts, Value y);
 Step join_codes_step(const Values& parts, Value y);
 /// gradients = views of `gradient` for the parts of a joined value, Value::none for those not
 /// needed. `parts` are read for their sizes only.
-Step split_step(Value gradient, const Values& parts, const Values& gradients);
+/// `rows`: the rows of each part, a shape.
+Step count_rows_step(const Values& parts, Value rows);
+Step split_step(Value gradient, Value rows, const Values& gradients);
 /// y is x under another number, because their gradients differ.
 Step rename_step(Value x, Value y);
 /// y = x rounded to the recipe's format for `op`. The pass of quantize points replaces this step.

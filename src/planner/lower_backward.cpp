@@ -107,8 +107,13 @@ class BackwardLowering {
     for (const Flow& part : event.parts)
       gradients.push_back(draft_.needs_grad(part.value) ? draft_.add_gradient(part.value)
                                                         : Value::none);
-    Values rows = values_of(event.parts);
-    for (Value& part : rows) part = with_rows_of(part);
+    Values parts = values_of(event.parts);
+    for (Value& part : parts) part = with_rows_of(part);
+    // Counted in forward: backward, which reads the parts for nothing else, must not keep them.
+    const Value rows =
+        draft_.add({.format = Format::shape,
+                    .name = "rows of " + draft_.types[index_of(event.to.value)].name});
+    draft_.forward.push_back(count_rows_step(parts, rows));
     draft_.backward.push_back(split_step(gradient, rows, gradients));
     for (size_t i = 0; i < gradients.size(); ++i)
       if (exists(gradients[i])) contribute(event.parts[i], gradients[i]);

@@ -255,6 +255,25 @@ def test_a_part_written_between_forward_and_backward_is_noticed():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("budget", [None, 0.0])
+def test_a_part_that_no_gradient_needs_may_be_written_between_forward_and_backward(budget, is_compiled):
+    """The biases, and the weights if x wants no gradient: as with a weight that is not divided, and as in torch."""
+    parts = ops.Linear(64, 96, parameters_split={"gate": 64, "up": 32})
+    pipeline = ops.Sequential(parts)
+    pipeline.memory_budget = budget
+    call = torch.compile(pipeline, backend="aot_eager") if is_compiled else pipeline
+    for x, names in ((torch.randn(4, 64, requires_grad=True), ["gate_bias", "up_bias"]), (torch.randn(4, 64), ["gate_weight", "up_weight", "gate_bias"])):
+        parts.zero_grad()
+        y, grad = call(x), torch.randn(4, 96)
+        with torch.no_grad():
+            for name in names:
+                getattr(parts, name).zero_()
+        y.backward(grad)
+        torch.testing.assert_close(parts.up_weight.grad, grad[:, 64:].T @ x.detach())
+        torch.testing.assert_close(parts.gate_bias.grad, grad[:, :64].sum(0))
+
+
 @pytest.mark.parametrize("recipe", RECIPES[:3], ids=lambda recipe: type(recipe).__name__)
 def test_compiled_code_computes_the_same(recipe):
     _, parts = pair()
