@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import tandem
 from tandem.modules import functional
 
+pytestmark = pytest.mark.usefixtures("collections_pass_over_older_objects")
 MXFP8 = tandem.recipe.MXFP8BlockScaling()
 RECIPES = {
     "none": None,

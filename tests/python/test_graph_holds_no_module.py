@@ -12,6 +12,7 @@ import tandem
 import tandem.ops as ops
 from tandem.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 
+pytestmark = pytest.mark.usefixtures("collections_pass_over_older_objects")
 MODULES = {
     "Linear op": lambda: ops.Linear(32, 32),
     "RMSNorm op": lambda: ops.RMSNorm(32),
@@ -66,15 +67,6 @@ def modules_behind(node):
             other for other in gc.get_referents(item) if item is node or not isinstance(other, torch.autograd.graph.Node)
         ]
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collections_pass_over_older_objects():
-    """Each of these tests collects garbage, which takes a second with what all earlier tests have left."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

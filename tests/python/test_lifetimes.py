@@ -12,6 +12,7 @@ from tandem import _C
 from tandem.ops import fusions, python_op
 from tandem.ops.run import OpRun
 
+pytestmark = pytest.mark.usefixtures("collections_pass_over_older_objects")
 RECENT = 256  # programs that nobody holds
 
 
