@@ -157,8 +157,9 @@ def check_under_autocast(seed):
         assert (one is None) == (other is None), seed
         if one is not None:
             assert one.dtype == other.dtype, seed
-            error, own, scale = ((each.double() - right).square().mean().sqrt().item() for each in (one, other, torch.zeros_like(right)))
-            assert error <= 3 * own + 0.02 * scale + 1e-3, seed
+            known = right.isfinite() & other.isfinite()  # a random model may overflow
+            error, own, scale = ((each.double() - right)[known].square().sum().sqrt().item() for each in (one, other, torch.zeros_like(right)))
+            assert error <= 3 * own + 0.02 * scale + 1e-3 * known.sum().sqrt().item(), seed
     return True
 
 
