@@ -9,6 +9,7 @@ Usage: check_layout.py [ROOT]      Rules:
   circles Python modules below python/ do not import each other in a circle. Imports inside functions and under TYPE_CHECKING count too: each
           import means that one module cannot be understood without the other. A module's packages do not count, though it runs their
           __init__.py
+  packages a module of python/tandem imports its own package, packages before it in PACKAGES, and modules beside tandem/__init__.py
   tops    no module beside the __init__.py of a Python package below python/ has a name that begins with one underscore: it lies in a package
           below that one whose name says what it is about. The stub of the extension is an exception.
   tests   if a header names tests as "(test X)" or "(tests X, Y)", they are suites or cases of tests/; "*" stands for any text
@@ -46,6 +47,8 @@ LAYERS = [
     ["program"],  # apps/program
     ["cli", "train"],  # apps/train
 ]
+# The packages of python/tandem, lowest first.
+PACKAGES = ["quantized", "recipe", "regions", "op_base", "user_ops", "pipelines", "ops", "modules", "state", "backend", "compilers", "report"]
 RANK = {folder: rank for rank, row in enumerate(LAYERS) for folder in row}
 SEEN_BY_ALL = {"tandem/export.h", "tandem/memory.h", "tandem/version.h", "tandem/recipe.h", "tandem/report.h", "tandem/activations.h", "tandem/options.h", "tandem/op_options.h"}  # values and build settings only
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
@@ -210,13 +213,35 @@ def circle_through(start: str, arrows: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def check_circles(root: Path) -> list[str]:
+def python_arrows(root: Path) -> tuple[dict[str, Path], dict[str, set[str]]]:
+    """The modules below python/ by name, and for each the modules that it imports."""
     folder = root / "python"
     modules = {}
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.pyi")]):  # a stub without a source is an extension, which imports nothing
         parts = path.relative_to(folder).with_suffix("").parts
         modules.setdefault(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path)
-    arrows = {name: imports_of(path, name, modules) for name, path in modules.items() if path.suffix == ".py"}
+    return modules, {name: imports_of(path, name, modules) for name, path in modules.items() if path.suffix == ".py"}
+
+
+def check_packages(root: Path) -> list[str]:
+    modules, arrows = python_arrows(root)
+    packages = {name: name.split(".")[1] for name in modules if name.count(".") > 1 or (name.count(".") and modules[name].name == "__init__.py")}
+    problems = [
+        f"{modules[name].relative_to(root)}: expected a package of PACKAGES in check_layout.py, got {package}. Add it there."
+        for name, package in packages.items()
+        if package not in PACKAGES
+    ]
+    ranks = {name: PACKAGES.index(package) for name, package in packages.items() if package in PACKAGES}
+    return problems + [
+        f"{modules[name].relative_to(root)}: expected imports of {', '.join(PACKAGES[: rank + 1])} only, got {target}. Move what both need into one of these."
+        for name, rank in ranks.items()
+        for target in sorted(arrows[name])
+        if ranks.get(target, -1) > rank
+    ]
+
+
+def check_circles(root: Path) -> list[str]:
+    modules, arrows = python_arrows(root)
     problems, told = [], set()
     for name in sorted(arrows):
         circle = circle_through(name, arrows) if name not in told else []
@@ -257,7 +282,7 @@ def check_tests(root: Path, files: list[Path]) -> list[str]:
 
 def main(root: Path) -> int:
     files = source_files(root)
-    problems = check_circles(root) + check_tops(root)
+    problems = check_circles(root) + check_packages(root) + check_tops(root)
     for check in (check_sizes, check_columns, check_arrows, check_bodies, check_tests):
         problems += check(root, files)
     for problem in problems:

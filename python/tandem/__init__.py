@@ -29,11 +29,10 @@ from tandem.modules import (  # noqa: E402
     TransformerLayer, apply_rotary_pos_emb,
 )
 from tandem.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
-from tandem.ops.reporting import Verification  # noqa: E402
+from tandem.pipelines.reporting import Verification  # noqa: E402
 from tandem.quantized.formats import (  # noqa: E402
     Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, cast, cast_back, quantize,
 )
-from tandem.quantized.init import finish_quantized_init, fp8_model_init, quantized_model_init  # noqa: E402
 from tandem.quantized.quantizer import Quantizer  # noqa: E402
 from tandem.quantized.tensor import QuantizedTensor  # noqa: E402
 from tandem.quantized.weights import WeightWorkspace, quantize_weight, weights_changed, weights_unchanged  # noqa: E402
@@ -42,6 +41,7 @@ from tandem.regions.autocast import (  # noqa: E402
 )
 from tandem.regions.checkpoint import checkpoint  # noqa: E402
 from tandem.regions.memory_budget import memory_budget  # noqa: E402
+from tandem.regions.model_init import finish_quantized_init, fp8_model_init, quantized_model_init  # noqa: E402
 from tandem.report.explain import explain, verify  # noqa: E402
 from tandem.report.help import shorten_help  # noqa: E402
 from tandem.report.inspection import Inspection, inspect  # noqa: E402

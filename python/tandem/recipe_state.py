@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tandem import _C
-from tandem.compilers.tracing import constant_while_traced
+from tandem.tracing import constant_while_traced
 
 NAME = "recipe_state"  # name of the submodule that holds the state
 _LOADED_WITHOUT = "_loaded_without_recipe_state"  # attribute of a module that loaded parameters from a state dict without this state

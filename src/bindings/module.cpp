@@ -77,10 +77,10 @@ using StateOwner = std::tuple<py::dict, int64_t, int64_t>;
 /// its hooks would run.
 using Member = std::pair<py::dict, bool>;
 
-/// The items of a collection in `tandem.ops.hooks`, which lists where modules have hooks.
+/// The items of a collection in `tandem.op_base.hooks`, which lists where modules have hooks.
 std::vector<PyObject*>& hook_list(const char* name) {
   auto* items = new std::vector<PyObject*>;
-  for (const py::handle item : py::module_::import("tandem.ops.hooks").attr(name))
+  for (const py::handle item : py::module_::import("tandem.op_base.hooks").attr(name))
     items->push_back(py::reinterpret_borrow<py::object>(item).release().ptr());
   return *items;
 }
@@ -296,7 +296,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
               const py::gil_scoped_acquire gil;
               const py::handle owner(static_cast<PyObject*>((*owners)[i].get()));
               const py::object tensor =
-                  i < params ? py::module_::import("tandem.ops.main_grad").attr("take")(owner)
+                  i < params ? py::module_::import("tandem.op_base.main_grad").attr("take")(owner)
                              : owner();
               return THPVariable_Unpack(tensor.ptr());
             }};
@@ -361,7 +361,7 @@ at::Tensor write_quantized(const Codes& codes) {
   for (const at::Tensor& part : codes.parts)
     parts.append(part.defined() ? py::cast(part) : py::none());
   const py::object made =
-      py::module_::import("tandem.ops.runtime")
+      py::module_::import("tandem.user_ops.runtime")
           .attr("quantized")(
               parts, codes.quantizer->text, serves_both_directions(*codes.quantizer),
               py::cast(codes.dtype),

@@ -24,7 +24,7 @@ namespace py = pybind11;
 
 namespace {
 
-/// `tandem.ops.runtime`, which calls user code. Set once, when the package is imported.
+/// `tandem.user_ops.runtime`, which calls user code. Set once, when the package is imported.
 py::object& runtime() {
   static auto& runtime = *new py::object();
   return runtime;

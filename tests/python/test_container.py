@@ -285,7 +285,7 @@ def test_state_dicts_of_transformer_engine_load_and_extra_state_is_never_read(re
         "1.basic_ops.1.bias": torch.zeros(2),
         "1.basic_ops.1._extra_state": torch.tensor([1], dtype=torch.uint8),
     }
-    from tandem.ops import checkpoint
+    from tandem.op_base import checkpoint
 
     checkpoint._has_warned = False
     box = ops.Sequential(ops.RMSNorm(4), ops.Linear(4, 2))

@@ -14,7 +14,7 @@ from test_fusions_python import replacing
 import tandem
 from tandem import ops
 from tandem.ops import OperationContext
-from tandem.ops.signature import signature_of
+from tandem.op_base.signature import signature_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -313,7 +313,7 @@ def test_a_delegated_backward_gives_what_flows_inside() -> None:
 
     class Residual(Backward):
         def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **_: Any) -> Any:
-            return tandem.ops.directions._parts_backward(list(self.basic_ops), basic_op_ctxs, grad_output, [(), (), (None,), (), (), (), ()])
+            return tandem.op_base.directions._parts_backward(list(self.basic_ops), basic_op_ctxs, grad_output, [(), (), (None,), (), (), (), ()])
 
     check_same(made(False), torch.randn(4, 8, requires_grad=True), register=BACKWARD, made=Residual)
     check_same(made(False), torch.randn(4, 8), register=BACKWARD, made=Residual)

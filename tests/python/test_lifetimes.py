@@ -9,8 +9,8 @@ import torch
 
 import tandem.ops as ops
 from tandem import _C
-from tandem.ops import fusions, python_op
-from tandem.ops.run import OpRun
+from tandem.user_ops import fusions, python_op
+from tandem.pipelines.run import OpRun
 
 pytestmark = pytest.mark.usefixtures("collections_pass_over_older_objects")
 RECENT = 256  # programs that nobody holds

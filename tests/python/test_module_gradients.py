@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tandem
 from tandem import ops
-from tandem.ops.buffers import Delayed
+from tandem.pipelines.buffers import Delayed
 
 RECIPES = {
     "none": None,

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import tandem
 from tandem import ops
-from tandem.ops.joined import are_adjacent
+from tandem.pipelines.joined import are_adjacent
 
 
 def randomized(module: Any) -> Any:

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
 import tandem.ops as ops
-from tandem.ops.identity import identity
+from tandem.user_ops.identity import identity
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -12,7 +12,7 @@ from support import llama_mlp
 import tandem
 import tandem.ops as ops
 from tandem.versions import check_torch
-from tandem.compilers.tracing import constant_while_traced
+from tandem.tracing import constant_while_traced
 
 
 def python(code: str) -> str:

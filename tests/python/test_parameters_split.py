@@ -12,7 +12,7 @@ from support import randomize
 
 import tandem
 import tandem.ops as ops
-from tandem.ops.joined import are_adjacent, split_sizes
+from tandem.pipelines.joined import are_adjacent, split_sizes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tandem
 import tandem.ops as ops
-from tandem.report.picture import step_times
+from tandem.pipelines.picture import step_times
 
 
 @pytest.fixture

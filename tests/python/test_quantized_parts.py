@@ -12,7 +12,7 @@ from masters import train_with_masters
 
 import tandem
 from tandem import ops
-from tandem.ops.joined import are_adjacent
+from tandem.pipelines.joined import are_adjacent
 from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

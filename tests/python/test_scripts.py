@@ -116,6 +116,11 @@ BROKEN_LAYOUTS = {
         "no circle of imports",
     ),
     "circle of imports through a package": ({"python/tandem/ops/op.py": "import tandem\n"}, "no circle of imports"),
+    "package above": (
+        {"python/tandem/quantized/tensor.py": "def f():\n    from tandem.ops.linear import Linear\n"},
+        "python/tandem/quantized/tensor.py: expected imports of quantized only, got tandem.ops.linear. Move",
+    ),
+    "package without a rank": ({"python/tandem/gadgets/wheel.py": ""}, "expected a package of PACKAGES in check_layout.py, got gadgets. Add it there"),
     "underscored module": ({"python/tandem/_linear.py": ""}, "python/tandem/_linear.py: expected a module in a package that says what it is about"),
     "no such test": ({"src/core/plan.h": "/// Error: none (test Plans).\n"}, "src/core/plan.h: expected a suite or a case of tests/ for what holds, got Plans"),
     "no such test in the next line": (

@@ -15,7 +15,7 @@ from support import close
 import tandem
 from tandem import ops
 from tandem.ops import library
-from tandem.ops.signature import signature_of
+from tandem.op_base.signature import signature_of
 from tandem.recipe import MMParams
 
 ROOT = Path(__file__).parents[2]

@@ -61,7 +61,7 @@ def test_random_pipelines_are_the_same_fused_and_unfused(capsys):
 
 
 def test_a_failure_prints_a_line_that_repeats_it(monkeypatch):
-    from tandem.ops.reporting import ReportingMixin, Verification
+    from tandem.pipelines.reporting import ReportingMixin, Verification
 
     monkeypatch.setattr(ReportingMixin, "verify", lambda self, *_, **__: Verification(False, 1, "verify: planted"))
     with pytest.raises(AssertionError, match=r"(?s)verify: planted\n\s*PYTHONPATH=tests python -m differential '\{.*\}'"):

@@ -20,7 +20,7 @@ from tandem.backend.options import Options
 from tandem.backend.place import Call
 from tandem.backend.regions import WORTH_NO_PIPELINE, Region
 from tandem.backend.rows import LOSS
-from tandem.ops.reporting import SKIPPED, is_skipped, runs_inside
+from tandem.pipelines.reporting import SKIPPED, is_skipped, runs_inside
 
 _NO_ROW = "it belongs to no row"
 _numbers = itertools.count()

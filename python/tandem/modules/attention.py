@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from tandem import _C, ops
+from tandem.arguments import Fixed, at_default, drawing, finite, flag, positive
 from tandem.modules.base import Init, Module, check_one_value
 from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.linear import Linear
 from tandem.modules.norm import LayerNorm, RMSNorm
-from tandem.ops.arguments import Fixed, at_default, drawing, finite, flag, positive
-from tandem.ops.unit import drop_extra_state
+from tandem.op_base.base import drop_extra_state
 from tandem.quantized.weights import in_microbatch
 from tandem.regions.checkpoint import checkpoint
 

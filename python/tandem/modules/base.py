@@ -9,17 +9,17 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from tandem.ops.arguments import Fixed, Of, at_default, drawing, flag, positive
+from tandem.arguments import Fixed, Of, at_default, drawing, flag, positive
 from tandem.ops.collective import _Collective, _replacement, share
 from tandem.ops.composite import CompositeOperation
-from tandem.ops.joined import JoinedMixin
 from tandem.ops.linear import BasicLinear
 from tandem.ops.norm import LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation
-from tandem.ops.run import NO_EXTRAS
 from tandem.ops.structure import MakeExtraOutput
-from tandem.quantized.init import note_init, quantize_weights
+from tandem.pipelines.joined import JoinedMixin
+from tandem.pipelines.run import NO_EXTRAS
 from tandem.quantized.weights import in_microbatch
+from tandem.regions.model_init import note_init, quantize_weights
 
 Init = Callable[[torch.Tensor], Any]
 Rows = Mapping[str, int]  # the rows of each part of a parameter, by the part's name, in order

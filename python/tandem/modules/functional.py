@@ -31,15 +31,15 @@ from tandem import _C
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.linear import Linear
-from tandem.ops.buffers import Modes
+from tandem.op_base.base import OpBase
+from tandem.op_base.places import Place, places
 from tandem.ops.grouped_linear import GroupedLinear
 from tandem.ops.linear import BasicLinear, Bias
-from tandem.ops.places import Place, places
-from tandem.ops.run import OpRun
-from tandem.ops.unit import Unit
-from tandem.quantized.init import quantized_model_init
+from tandem.pipelines.buffers import Modes
+from tandem.pipelines.run import OpRun
 from tandem.recipe import Recipe
 from tandem.recipe.base import check_recipe
+from tandem.regions.model_init import quantized_model_init
 
 Field = tuple[str, int]  # a tensor in the arguments: name of the field, and index in it if the field is a list, else -1
 
@@ -67,7 +67,7 @@ class _Args:
     main_grads: Mapping[str, torch.Tensor] = field(default_factory=dict)
     overwrite_main_grad: bool = False
 
-    def _module(self) -> Unit:
+    def _module(self) -> OpBase:
         """A module of these options on the meta device, of any sizes, with all biases."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class LinearArgs(_Args):
     sequence_parallel: bool = False
     save_original_input: bool = False
 
-    def _module(self) -> Unit:
+    def _module(self) -> OpBase:
         return Linear(*_sizes(self.tp_group), parallel_mode=self.parallel_mode, save_original_input=self.save_original_input, **self._parallel())
 
 
@@ -127,7 +127,7 @@ class LayerNormLinearArgs(LinearArgs):
     zero_centered_gamma: bool = False
     return_layernorm_output: bool = False
 
-    def _module(self) -> Unit:
+    def _module(self) -> OpBase:
         return LayerNormLinear(*_sizes(self.tp_group), parallel_mode=self.parallel_mode, **self._norm(), **self._parallel())
 
 
@@ -162,7 +162,7 @@ class LayerNormMLPArgs(_Args):
     tp_group: Any = None
     sequence_parallel: bool = False
 
-    def _module(self) -> Unit:
+    def _module(self) -> OpBase:
         options = {name: getattr(self, name) for name in ("activation", "activation_params", "checkpoint")} | self._norm() | self._parallel()
         return LayerNormMLP(*_sizes(self.tp_group), set_parallel_mode=self.tp_group is not None, output_layer_init_method=_undrawn, **options)
 
@@ -186,7 +186,7 @@ class GroupedLinearArgs(_Args):
     main_grads: Mapping[str, Any] = field(default_factory=dict)
     _splits: tuple[Sequence[int], torch.Tensor] | None = field(default=None, init=False, repr=False, compare=False)  # as forward read them
 
-    def _module(self) -> Unit:
+    def _module(self) -> OpBase:
         if not isinstance(self.weights, (list, tuple)) or not self.weights:
             got = "none" if isinstance(self.weights, (list, tuple)) else type(self.weights).__name__
             raise ValueError(f"GroupedLinearArgs: expected weights to be a list of one matrix for each group, got {got}. Pass them.")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tandem import ops
+from tandem.arguments import Fixed, drawing, flag, whole
 from tandem.modules.base import Init, ProductMixin, check_dtype, check_group, check_mode, check_one_value, draw, sizes_of_rank
-from tandem.ops.arguments import Fixed, drawing, flag, whole
 from tandem.quantized.weights import in_microbatch
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from tandem.ops.arguments import positive
+from tandem.arguments import positive
 from tandem.quantized.views import has_tangent, levels
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from tandem import _C
+from tandem.arguments import Fixed, flag, positive
 from tandem.modules.base import Init, NormedModule, Parts, check_group, check_one_value
-from tandem.ops.arguments import Fixed, flag, positive
+from tandem.op_base.signature import signature_of
 from tandem.ops.collective import collectives, share
 from tandem.ops.library import class_of
 from tandem.ops.linear import BasicLinear, Bias
-from tandem.ops.signature import signature_of
 
 
 class LayerNormMLP(NormedModule):

@@ -8,11 +8,11 @@ from typing import Any, ParamSpec
 
 import torch
 
+from tandem.arguments import Fixed, at_default, flag, positive
 from tandem.modules.base import Init, Module, Parts, Rows, check_group, check_mode, check_one_value, refuse_main_grad, sizes_of_rank
-from tandem.ops.arguments import Fixed, at_default, flag, positive
 from tandem.ops.collective import collectives
-from tandem.ops.joined import Split, split_sizes
 from tandem.ops.linear import BasicLinear, Bias
+from tandem.pipelines.joined import Split, split_sizes
 
 _P = ParamSpec("_P")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem import ops
-from tandem.ops.arguments import flag
+from tandem.arguments import flag
 
 
 class _Norm:

@@ -9,13 +9,13 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, ops
+from tandem.arguments import Fixed, Of, flag
 from tandem.modules.attention import MultiheadAttention, Window, check_unused, check_window, set_group_inside
 from tandem.modules.base import Init, check_one_value
 from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.norm import LayerNorm, RMSNorm
-from tandem.ops import hooks
-from tandem.ops.arguments import Fixed, Of, flag
+from tandem.op_base import hooks
 from tandem.quantized.weights import in_microbatch
 
 

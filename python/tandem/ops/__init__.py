@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from tandem.ops import basic, fused, fuser, runtime
+from tandem.op_base.context import OperationContext
+from tandem.ops import basic, fused, fuser
 from tandem.ops.activation import (
     GEGLU,
     GELU,
@@ -30,14 +31,7 @@ from tandem.ops.activation import (
 )
 from tandem.ops.attention import Attention, QKNorm, Rotary
 from tandem.ops.collective import AllGather, AllReduce, ReduceScatter
-from tandem.ops.context import OperationContext
 from tandem.ops.declared import register_fusion
-from tandem.ops.fusions import (
-    FusionHandle,
-    register_backward_fusion,
-    register_forward_backward_fusion,
-    register_forward_fusion,
-)
 from tandem.ops.grouped_linear import GroupedLinear
 from tandem.ops.linear import BasicLinear, Bias, Linear
 from tandem.ops.loss import CrossEntropy, LinearCrossEntropy, LinearCrossEntropyWithPredictions
@@ -45,6 +39,13 @@ from tandem.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from tandem.ops.sequential import Sequential
 from tandem.ops.structure import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Modulate, Quantize, Reshape
+from tandem.user_ops import runtime
+from tandem.user_ops.fusions import (
+    FusionHandle,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
 
 runtime.install()
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from tandem.ops.arguments import flag
-from tandem.ops.context import OperationContext
+from tandem.arguments import flag
+from tandem.op_base.context import OperationContext
 from tandem.ops.op import BasicOperation
 from tandem.quantized.formats import Float8CurrentScalingQuantizer
 from tandem.quantized.tensor import QuantizedTensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tandem.ops.arguments import Fixed, flag, parameter_dtype, positive
-from tandem.ops.deferred import DeferredMixin
+from tandem.arguments import Fixed, flag, parameter_dtype, positive
+from tandem.op_base.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed
 
-from tandem.ops.changes import Changes
+from tandem.op_base.changes import Changes
 from tandem.ops.op import BasicOperation
 
 

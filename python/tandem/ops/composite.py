@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import Self
 
-from tandem.ops.changes import Changes, add_watcher
-from tandem.ops.deferred import DeferredMixin
-from tandem.ops.directions import PartsMixin
+from tandem.op_base.changes import Changes, add_watcher
+from tandem.op_base.deferred import DeferredMixin
+from tandem.op_base.directions import PartsMixin
 from tandem.ops.op import BasicOperation, FusedOperation
-from tandem.quantized.init import forget_init
+from tandem.regions.model_init import forget_init
 
 
 class Shared(MutableMapping[str, Any]):

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from tandem.ops.context import OperationContext
-from tandem.ops.fusions import FusionHandle, Refused, RuledFusion, register_ruled
+from tandem.op_base.base import BasicOpBase, OpBase
+from tandem.op_base.context import OperationContext
 from tandem.ops.op import FusedOperation
-from tandem.ops.styles import call_accepting
-from tandem.ops.unit import BasicUnit, Unit
+from tandem.user_ops.fusions import FusionHandle, Refused, RuledFusion, register_ruled
+from tandem.user_ops.styles import call_accepting
 
-Kinds = type[BasicUnit] | tuple[type[BasicUnit], ...]
-ByOp = Mapping[BasicUnit, Any]
+Kinds = type[BasicOpBase] | tuple[type[BasicOpBase], ...]
+ByOp = Mapping[BasicOpBase, Any]
 
 
 class DeclaredFusion(RuledFusion):
@@ -34,7 +34,7 @@ class DeclaredFusion(RuledFusion):
         self.pattern = [kinds if isinstance(kinds, tuple) else (kinds,) for kinds in pattern]
         for kinds in self.pattern:
             for kind in kinds:
-                if not isinstance(kind, type) or not issubclass(kind, BasicUnit):
+                if not isinstance(kind, type) or not issubclass(kind, BasicOpBase):
                     shown = kind.__name__ if isinstance(kind, type) else repr(kind)
                     raise TypeError(
                         f"register_fusion: expected classes of basic ops in the pattern of {name!r}, got {shown}. A Linear is its BasicLinear and Bias."
@@ -49,8 +49,8 @@ class DeclaredFusion(RuledFusion):
         self.pass_name = "joint" if forward and backward else "forward" if forward else "backward"
         self.fused_class = _fused_class(name, self.pass_name, forward, backward)
 
-    def __call__(self, ops: Sequence[Unit], *, recipe: Any = None) -> list[Unit]:
-        found: list[Unit] = []
+    def __call__(self, ops: Sequence[OpBase], *, recipe: Any = None) -> list[OpBase]:
+        found: list[OpBase] = []
         rest = list(ops)
         while rest:
             window = self._matched(rest)
@@ -61,7 +61,7 @@ class DeclaredFusion(RuledFusion):
                 found.append(rest.pop(0))
         return found
 
-    def refusals(self, ops: Sequence[Unit]) -> list[Refused]:
+    def refusals(self, ops: Sequence[OpBase]) -> list[Refused]:
         """The refusals of the rule for matches in this list."""
         found: list[Refused] = []
         first, index = 0, 0
@@ -75,13 +75,13 @@ class DeclaredFusion(RuledFusion):
             index += step
         return found
 
-    def _matched(self, ops: Sequence[Unit]) -> list[BasicUnit]:
+    def _matched(self, ops: Sequence[OpBase]) -> list[BasicOpBase]:
         window = list(ops[: len(self.pattern)])
         if len(window) == len(self.pattern) and all(isinstance(op, kinds) for op, kinds in zip(window, self.pattern, strict=True)):
             return window  # type: ignore[return-value]
         return []
 
-    def _reason(self, window: Sequence[BasicUnit]) -> str | None:
+    def _reason(self, window: Sequence[BasicOpBase]) -> str | None:
         try:
             reason = self.refuse(*window) if self.refuse is not None else None
         except Exception as error:
@@ -99,7 +99,7 @@ def _parts(returned: Any, count: int) -> list[Any]:
     return [*parts, *[None] * (count - len(parts))]
 
 
-def _by_op(what: Any, ops: Sequence[BasicUnit], name: str, of: str) -> list[Any]:
+def _by_op(what: Any, ops: Sequence[BasicOpBase], name: str, of: str) -> list[Any]:
     """The entries of a mapping in the order of `ops`, None for an op without an entry. Raises TypeError for other keys."""
     given: ByOp = what or {}
     if not isinstance(given, Mapping) or any(not any(op is known for op in ops) for known in given):
@@ -151,7 +151,7 @@ def _fused_class(
     return type(name, (FusedOperation,), body)
 
 
-def _save(contexts: Sequence[OperationContext], ops: Sequence[BasicUnit], saved: Sequence[Any], x: torch.Tensor) -> None:
+def _save(contexts: Sequence[OperationContext], ops: Sequence[BasicOpBase], saved: Sequence[Any], x: torch.Tensor) -> None:
     """Saves tensors for the backward of each op by name. A name without a tensor becomes None, which fails if the op's backward reads it."""
     for context, op, own in zip(contexts, ops, saved, strict=True):
         given = dict(own or {})

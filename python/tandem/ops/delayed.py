@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem.ops import main_grad
-from tandem.ops.buffers import Delayed, Entry
-from tandem.ops.deferred import DeferredMixin
+from tandem.op_base import main_grad
+from tandem.op_base.deferred import DeferredMixin
+from tandem.op_base.places import places
 from tandem.ops.op import BasicOperation
-from tandem.ops.places import places
+from tandem.pipelines.buffers import Delayed, Entry
 
 
 class ProductOperation(DeferredMixin, BasicOperation):

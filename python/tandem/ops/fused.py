@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
+from tandem.op_base.base import BasicOpBase, OpBase
+from tandem.op_base.directions import PartsMixin
+from tandem.op_base.signature import signature_of
 from tandem.ops.activation import _Activation, _Interleaved
-from tandem.ops.directions import PartsMixin
 from tandem.ops.linear import BasicLinear, Bias
 from tandem.ops.norm import RMSNorm
 from tandem.ops.op import FusedOperation
-from tandem.ops.signature import signature_of
 from tandem.ops.structure import AddExtraInput, ConstantScale, MakeExtraOutput
-from tandem.ops.unit import BasicUnit, Unit
 
 
 class LibraryFusion(PartsMixin, FusedOperation):
     """A fused step of the library. `name` is the name of its fusion."""
 
     name = ""
-    _members: ClassVar[Mapping[str, type[BasicUnit] | tuple[type[BasicUnit], ...]]] = {}  # by name, in the order of the ops
+    _members: ClassVar[Mapping[str, type[BasicOpBase] | tuple[type[BasicOpBase], ...]]] = {}  # by name, in the order of the ops
     _optional: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, basic_ops: Iterable[Unit] | None = None, **members: BasicUnit | None) -> None:
+    def __init__(self, basic_ops: Iterable[OpBase] | None = None, **members: BasicOpBase | None) -> None:
         """Makes a fused op of these basic ops.
 
         Args:
@@ -31,7 +31,7 @@ class LibraryFusion(PartsMixin, FusedOperation):
         """
         super().__init__(self._named(members) if basic_ops is None else basic_ops)
 
-    def _named(self, members: Mapping[str, BasicUnit | None]) -> list[BasicUnit]:
+    def _named(self, members: Mapping[str, BasicOpBase | None]) -> list[BasicOpBase]:
         own = type(self).__name__
         unknown = [name for name in members if name not in self._members]
         missing = [name for name in self._members if members.get(name) is None and name not in self._optional]
@@ -108,11 +108,11 @@ _BACKWARD: dict[tuple[str, ...], type[LibraryFusion]] = {
 }
 
 
-def shown(name: str, ops: Sequence[BasicUnit], *, is_backward: bool) -> LibraryFusion:
+def shown(name: str, ops: Sequence[BasicOpBase], *, is_backward: bool) -> LibraryFusion:
     """The fused op that shows a fused step of the library over `ops`."""
     families = [signature_of(op._kind).family if op._kind else "" for op in ops]
     kinds = tuple("activation" if family in ("activation", "glu") else op._kind for op, family in zip(ops, families, strict=True))
-    covered: Iterable[Unit] = ops
+    covered: Iterable[OpBase] = ops
     made = (_BACKWARD if is_backward else _FORWARD).get(kinds, LibraryFusion)(covered)
     made.name = name
     return made

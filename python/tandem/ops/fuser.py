@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from tandem.op_base.base import BasicOpBase, OpBase
 from tandem.ops import fused
-from tandem.ops.fusions import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
 from tandem.ops.op import FusibleOperation
-from tandem.ops.prepared import Outputs
-from tandem.ops.run import OpRun
-from tandem.ops.unit import BasicUnit, Unit
+from tandem.pipelines.prepared import Outputs
+from tandem.pipelines.run import OpRun
+from tandem.user_ops.fusions import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
 
 Slot = tuple[int, int]  # index of a basic op, and index of its extra input or output
-Planned = list[tuple[Unit, list[int]]]  # ops, fused or not, each with the indices of its basic ops in order of forward
+Planned = list[tuple[OpBase, list[int]]]  # ops, fused or not, each with the indices of its basic ops in order of forward
 
 
 class OperationFuser:
@@ -38,12 +38,12 @@ class OperationFuser:
         Args:
             ops: the ops of the pipeline in order; a fused op counts as its basic ops. Other modules raise TypeError.
         """
-        units = list(ops)
-        for unit in units:
-            if not isinstance(unit, FusibleOperation):
-                raise TypeError(f"OperationFuser: expected fusible operations, got {type(unit).__name__}. Put other modules into a Sequential.")
-            unit._check_in_container()
-        self._run = OpRun(units)
+        listed = list(ops)
+        for op in listed:
+            if not isinstance(op, FusibleOperation):
+                raise TypeError(f"OperationFuser: expected fusible operations, got {type(op).__name__}. Put other modules into a Sequential.")
+            op._check_in_container()
+        self._run = OpRun(listed)
         self._run.prepare()
 
     @classmethod
@@ -69,7 +69,7 @@ class OperationFuser:
     # The ops of the pipeline.
 
     @property
-    def _basic_ops(self) -> list[BasicUnit]:
+    def _basic_ops(self) -> list[BasicOpBase]:
         return list(self._run.prepare().basic_ops)
 
     @property
@@ -150,7 +150,7 @@ class OperationFuser:
             raise AttributeError(f"OperationFuser: expected a pipeline that has been called, got one without a plan. Call it before _{direction}_ops is read.")
         basic_ops = self._run.now.basic_ops
         plan = json.loads(called[-1].explain("json"))["plans"][-1]
-        fused_steps: dict[int, tuple[Unit, list[int]]] = {}
+        fused_steps: dict[int, tuple[OpBase, list[int]]] = {}
         for step in plan.get(direction, ()):
             covered = sorted({int(label.partition(".")[0]) for label in step["covers"]}) if step["fused"] else []
             # A MakeExtraOutput has no step in backward, because a fused step adds its two gradients: that step covers it too.
@@ -167,7 +167,7 @@ class OperationFuser:
                 taken.update(planned[-1][1])
         return planned
 
-    def _shown(self, name: str, covered: list[int], direction: str) -> tuple[Unit, list[int]]:
+    def _shown(self, name: str, covered: list[int], direction: str) -> tuple[OpBase, list[int]]:
         """The user's or the library's fused op for a step, and the basic ops that it covers. A user's may also cover ops without steps."""
         basic_ops = self._run.now.basic_ops
         for first in range(covered[0] + 1):

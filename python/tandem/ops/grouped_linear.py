@@ -11,10 +11,10 @@ import torch
 from torch._guards import detect_fake_mode
 
 from tandem import _C
-from tandem.ops.arguments import Fixed, drawing, flag, parameter_dtype, positive
-from tandem.ops.buffers import Entry
+from tandem.arguments import Fixed, drawing, flag, parameter_dtype, positive
+from tandem.op_base.directions import Call
 from tandem.ops.delayed import ProductOperation, add_gradient, add_to_main_grad
-from tandem.ops.directions import Call
+from tandem.pipelines.buffers import Entry
 from tandem.quantized.quantizer import seed_for
 
 OUTPUT_BUFFER_KEY = "output"

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from tandem import _C
+from tandem.arguments import positive
+from tandem.op_base.deferred import DeferredMixin
+from tandem.op_base.signature import Signature, signature_of
 from tandem.ops import activation, attention, collective, grouped_linear, linear, loss, norm, structure
-from tandem.ops.arguments import positive
-from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
-from tandem.ops.signature import Signature, signature_of
 
 
 class LibraryOperation(DeferredMixin, BasicOperation):

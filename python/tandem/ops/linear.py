@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 import torch
 
 from tandem import _C
-from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
-from tandem.ops.buffers import Entry
-from tandem.ops.checkpoint import rename
+from tandem.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
+from tandem.op_base.base import drop_extra_state
+from tandem.op_base.checkpoint import rename
+from tandem.op_base.context import OperationContext
+from tandem.op_base.deferred import DeferredMixin
+from tandem.op_base.directions import Call
 from tandem.ops.collective import CollectivesMixin, SharedByRanks, _Collective, _replacement, checked_group, collectives, group_named, share
 from tandem.ops.composite import CompositeOperation
-from tandem.ops.context import OperationContext
-from tandem.ops.deferred import DeferredMixin
 from tandem.ops.delayed import ProductOperation, add_gradient, product_into_main_grad
-from tandem.ops.directions import Call
-from tandem.ops.joined import JoinedMixin, Split, laid_together, split_sizes
 from tandem.ops.op import BasicOperation
-from tandem.ops.unit import drop_extra_state
-from tandem.quantized.init import note_init, quantize_weights, quantized_model_init
+from tandem.pipelines.buffers import Entry
+from tandem.pipelines.joined import JoinedMixin, Split, laid_together, split_sizes
+from tandem.regions.model_init import note_init, quantize_weights, quantized_model_init
 
 
 class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):

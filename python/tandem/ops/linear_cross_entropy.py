@@ -9,11 +9,11 @@ from typing import Any, Literal, overload
 import torch
 
 from tandem import _C
-from tandem.compilers.tracing import constant_while_traced, number_while_traced
+from tandem.op_base.directions import description_of
+from tandem.op_base.signature import signature_of
 from tandem.ops.collective import collectives
-from tandem.ops.directions import description_of
 from tandem.ops.loss import shared_classes
-from tandem.ops.signature import signature_of
+from tandem.tracing import constant_while_traced, number_while_traced
 
 _OPERANDS = {
     "input": "what the classes are predicted of, [..., in_features]",

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from tandem.ops.arguments import Fixed, flag, parameter_dtype, positive
+from tandem.arguments import Fixed, flag, parameter_dtype, positive
+from tandem.op_base.deferred import DeferredMixin
 from tandem.ops.collective import CollectivesMixin, collectives, share
-from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 
 Reduction = Literal["mean", "sum", "none"]

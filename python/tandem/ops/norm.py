@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from tandem.ops.arguments import check_margin, normalized_sizes, parameter_dtype
-from tandem.ops.deferred import DeferredMixin
+from tandem.arguments import check_margin, normalized_sizes, parameter_dtype
+from tandem.op_base.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 
 

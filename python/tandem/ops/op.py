@@ -9,17 +9,17 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.compilers.tracing import extras_of_fx_root
-from tandem.ops.buffers import check_takes
-from tandem.ops.changes import Changes
-from tandem.ops.context import OperationContext
-from tandem.ops.prepared import Outputs
-from tandem.ops.run import NO_EXTRAS, OpRun
-from tandem.ops.styles import PREFIXES, call_accepting, style_of
-from tandem.ops.unit import BasicUnit, FusedUnit, Unit
+from tandem.op_base.base import BasicOpBase, FusedOpBase, OpBase
+from tandem.op_base.changes import Changes
+from tandem.op_base.context import OperationContext
+from tandem.pipelines.buffers import check_takes
+from tandem.pipelines.prepared import Outputs
+from tandem.pipelines.run import NO_EXTRAS, OpRun
+from tandem.tracing import extras_of_fx_root
+from tandem.user_ops.styles import PREFIXES, call_accepting, style_of
 
 
-class FusibleOperation(Unit):
+class FusibleOperation(OpBase):
     """An operation that a `Sequential` may run in one pipeline with its neighbours."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -70,8 +70,8 @@ class FusibleOperation(Unit):
         return run(input, extras_of_fx_root(extra_inputs, run.now.num_extra_inputs, *unused), self.training)
 
 
-class BasicOperation(BasicUnit, FusibleOperation):
-    """One operation. A subclass in Python defines a forward in one of two styles (see `tandem.ops.styles`) and `op_backward`.
+class BasicOperation(BasicOpBase, FusibleOperation):
+    """One operation. A subclass in Python defines a forward in one of two styles (see `tandem.user_ops.styles`) and `op_backward`.
 
     Compiled code knows an op in Python by its object: each op is compiled by itself, and compiled anew when one of its attributes has another value.
     Ops of a class that declares `fuser_options`, the names of attributes with plain values (numbers, texts, None, lists of them), share compiled code if
@@ -91,7 +91,7 @@ class BasicOperation(BasicUnit, FusibleOperation):
         return (_run or self._prepared_run)(input, extra_inputs, self.training, given)
 
 
-class FusedOperation(FusedUnit, FusibleOperation):
+class FusedOperation(FusedOpBase, FusibleOperation):
     """A fused op, which replaces several basic ops and owns no state. Fusion functions return such ops.
 
     A subclass defines a forward (`fuser_forward`, or `fuser_forward_compute` and `fuser_forward_save_ctx`), `fuser_backward`, or both,

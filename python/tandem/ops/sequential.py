@@ -11,18 +11,18 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
-from tandem.compilers.tracing import extras_of_fx_root
-from tandem.ops.arguments import whole
-from tandem.ops.buffers import check_takes
-from tandem.ops.changes import Changes, capture, watch
-from tandem.ops.cut import wirings
+from tandem.arguments import whole
+from tandem.op_base.changes import Changes, capture, watch
 from tandem.ops.fuser import OperationFuser
 from tandem.ops.op import FusibleOperation
-from tandem.ops.prepared import Outputs
-from tandem.ops.reporting import ReportingMixin
-from tandem.ops.run import NO_EXTRAS, OpRun
-from tandem.ops.terms import Terms
+from tandem.pipelines.buffers import check_takes
+from tandem.pipelines.cut import wirings
+from tandem.pipelines.prepared import Outputs
+from tandem.pipelines.reporting import ReportingMixin
+from tandem.pipelines.run import NO_EXTRAS, OpRun
+from tandem.pipelines.terms import Terms
 from tandem.regions.memory_budget import budget_text
+from tandem.tracing import extras_of_fx_root
 
 Runs = list[OpRun | torch.nn.Module]
 _NOTHING = Changes()
@@ -284,17 +284,17 @@ class Sequential(ReportingMixin, torch.nn.Module):
 
     def _make_runs(self, modules: tuple[torch.nn.Module, ...], changes: Changes) -> Runs:
         groups: list[list[FusibleOperation] | torch.nn.Module] = []
-        units: list[FusibleOperation] | None = None  # the run to which the next op is added
+        ops: list[FusibleOperation] | None = None  # the run to which the next op is added
         for module in modules:
             if not isinstance(module, FusibleOperation):
-                units = None
+                ops = None
                 groups.append(module)
                 continue
             module._check_in_container()
-            if units is None:
-                units = []
-                groups.append(units)
-            units.append(module)
+            if ops is None:
+                ops = []
+                groups.append(ops)
+            ops.append(module)
         of_ops = [group for group in groups if isinstance(group, list)]
         wired = iter(wirings(of_ops))
         return [

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from tandem.ops.arguments import Fixed, flag, sizes
-from tandem.ops.context import OperationContext
+from tandem.arguments import Fixed, flag, sizes
+from tandem.op_base.context import OperationContext
+from tandem.op_base.quantizers import check_mode
 from tandem.ops.op import BasicOperation
-from tandem.ops.quantizers import check_mode
 
 
 class Identity(BasicOperation):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tandem.ops.arguments import at_default, check_amax_group
+from tandem.arguments import at_default, check_amax_group
 from tandem.quantized.parts import rows_of_blocks
 from tandem.quantized.quantizer import Quantizer
 from tandem.quantized.tensor import QuantizedTensor

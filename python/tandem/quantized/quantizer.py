@@ -10,10 +10,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from tandem.compilers.tracing import constant_while_traced
 from tandem.quantized.parts import DTYPES
 from tandem.quantized.tensor import QuantizedTensor, in_directions
 from tandem.quantized.traits import traits_of
+from tandem.tracing import constant_while_traced
 
 
 class Quantizer:

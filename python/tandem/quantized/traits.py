@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from tandem import _C
-from tandem.compilers.tracing import constant_while_traced
+from tandem.tracing import constant_while_traced
 
 
 class QuantizerTraits(NamedTuple):

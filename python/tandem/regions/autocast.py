@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
-from tandem.ops.arguments import check_amax_group, flag
+from tandem.arguments import check_amax_group, flag
 from tandem.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from tandem.recipe.base import check_recipe
 from tandem.recipe_state import history_length, traced_region, traced_regions

@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops.arguments import at_default, flag
+from tandem.arguments import at_default, flag
 
 
 class _Recompute:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem.ops import Sequential
-from tandem.ops.reporting import Verification, explained, verified
+from tandem.pipelines.reporting import Verification, explained, verified
 
 
 def explain(module: torch.nn.Module, format: str = "text", profile: Any = None) -> str:

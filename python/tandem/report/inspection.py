@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem import _C
-from tandem.ops.inspected import close_for, open_for, watchers
+from tandem.pipelines.inspected import close_for, open_for, watchers
 
 
 class Watched(NamedTuple):

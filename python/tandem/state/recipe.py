@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from tandem import recipe_state
-from tandem.ops.unit import Unit
+from tandem.op_base.base import OpBase
 from tandem.recipe import Recipe
 from tandem.recipe.base import check_recipe
 
@@ -33,16 +33,16 @@ def make_recipe_state(module: Root, recipe: Recipe) -> Root:
     """
     check_recipe("make_recipe_state", recipe, or_none="")
     length = recipe_state.history_length(recipe.to_json())
-    units = [unit for unit in module.modules() if isinstance(unit, Unit)]
-    if length and not units and any(True for _ in module.parameters()):
+    ops = [op for op in module.modules() if isinstance(op, OpBase)]
+    if length and not ops and any(True for _ in module.parameters()):
         warnings.warn(
             f"make_recipe_state: expected a module with ops of this library, got {module._get_name()} without, for which nothing is made. If the backend of torch.compile "
             "runs it, call it once in training instead; then tandem.recipe_state_dict has its state, and tandem.load_recipe_state_dict loads it.",
             stacklevel=2,
         )
-    for unit in units if length else ():
-        for op in unit.flat_ops():
-            if any(op._quantize_slots()):
-                holder = op._holder
+    for op in ops if length else ():
+        for basic_op in op.flat_ops():
+            if any(basic_op._quantize_slots()):
+                holder = basic_op._holder
                 recipe_state.of(vars(holder), holder._quantize_slots(), length)  # type: ignore[operator]
     return module

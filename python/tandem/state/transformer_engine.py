@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tandem.modules.attention import RotaryPositionEmbedding
-from tandem.ops.unit import Unit
+from tandem.op_base.base import OpBase
 from tandem.quantized.tensor import QuantizedTensor
 from tandem.recipe_state import NAME
 
@@ -34,7 +34,7 @@ def transformer_engine_state_dict(module: torch.nn.Module, *, extra_state: bool 
         prefix = f"{path}." if path else ""
         if isinstance(unit, RotaryPositionEmbedding):
             state[f"{prefix}inv_freq"] = unit.inv_freq
-        if not isinstance(unit, Unit) or unit._holder is not unit:
+        if not isinstance(unit, OpBase) or unit._holder is not unit:
             continue
         theirs.update({prefix + ours: prefix + name for name, ours in unit._transformer_engine_names().items()})
         states.update({f"{prefix}{owner}_extra_state": torch.empty(0, dtype=torch.uint8) for owner in unit._transformer_engine_states()})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tandem.quantized.init import finish_at_a_call, give_memory, is_pending, note_init, quantize_weights, resetting
+from tandem.regions.model_init import finish_at_a_call, give_memory, is_pending, note_init, quantize_weights, resetting
 
 _making = threading.Lock()
 

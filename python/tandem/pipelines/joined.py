@@ -14,7 +14,7 @@ import torch
 from typing_extensions import Self
 
 from tandem import _C
-from tandem.ops.foreign import has_own_product
+from tandem.pipelines.foreign import has_own_product
 from tandem.quantized.tensor import QuantizedTensor, distinct
 
 Split = Mapping[str, int] | Sequence[str]

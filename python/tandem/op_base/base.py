@@ -14,17 +14,17 @@ from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
 from tandem import _C
-from tandem.ops.arguments import flag
-from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
-from tandem.ops.channels import ChannelsMixin
-from tandem.ops.checkpoint import warn_about_extra_state
-from tandem.ops.directions import DirectionsMixin
-from tandem.ops.quantizers import check_mode, quantizer_of
-from tandem.ops.signature import signature_of
-from tandem.quantized.init import loading
+from tandem.arguments import flag
+from tandem.op_base.changes import Changes, add_watcher, capture, tell, watch
+from tandem.op_base.channels import ChannelsMixin
+from tandem.op_base.checkpoint import warn_about_extra_state
+from tandem.op_base.directions import DirectionsMixin
+from tandem.op_base.quantizers import check_mode, quantizer_of
+from tandem.op_base.signature import signature_of
 from tandem.quantized.quantizer import Quantizer
 from tandem.quantized.state_dict import load_parts, save_parts
 from tandem.recipe_state import RecipeState, prepare_to_load
+from tandem.regions.model_init import loading
 
 _EXTRA_STATE = "_extra_state"
 _RESULT_DTYPES = ("output_dtype", "extra_output_dtypes")
@@ -32,7 +32,7 @@ _instances = itertools.count(1)
 _slots_of = cache(_C.quantize_slots)
 
 
-class Unit(torch.nn.Module):
+class OpBase(torch.nn.Module):
     """A member of the list from which a pipeline is planned. The classes of ops derive from it through `tandem.ops.op`."""
 
     recipe_state: RecipeState  # exists after a call under a recipe that keeps state
@@ -57,11 +57,11 @@ class Unit(torch.nn.Module):
         """Whether this covers several basic ops."""
         raise NotImplementedError
 
-    def flat_ops(self) -> Sequence[BasicUnit]:
+    def flat_ops(self) -> Sequence[BasicOpBase]:
         """The basic ops of which this consists in a pipeline, in order."""
         raise NotImplementedError
 
-    def covered_ops(self) -> Sequence[BasicUnit]:
+    def covered_ops(self) -> Sequence[BasicOpBase]:
         """The basic ops that fusion functions see as members of this: `flat_ops` without collectives around an op."""
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class Unit(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpBase:
         # Without a __deepcopy__ here, that of parametrized modules would copy volatile attributes too. Their __getstate__ raises.
         cls = type(self)
         state = (cls.__bases__[0] if is_parametrized(self) else cls).__getstate__(self)
@@ -110,8 +110,8 @@ class Unit(torch.nn.Module):
         copied.__setstate__(copy.deepcopy(state, memo))
         return copied
 
-    def _replicate_for_data_parallel(self) -> Unit:
-        replica: Unit = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    def _replicate_for_data_parallel(self) -> OpBase:
+        replica: OpBase = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         for name in self._VOLATILE:
             replica.__dict__.pop(name, None)
         return replica
@@ -169,7 +169,7 @@ class Unit(torch.nn.Module):
                 shared[name] = param
 
 
-class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
+class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
     """One basic op, which is an entry of a description."""
 
     num_extra_inputs: int = 0
@@ -273,10 +273,10 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
             self.__dict__["_changes"] = self.changes + 1
             self._tell()
 
-    def flat_ops(self) -> Sequence[BasicUnit]:
+    def flat_ops(self) -> Sequence[BasicOpBase]:
         return (self,)
 
-    def covered_ops(self) -> Sequence[BasicUnit]:
+    def covered_ops(self) -> Sequence[BasicOpBase]:
         return (self,)
 
     def _capture(self, changes: Changes) -> None:
@@ -354,7 +354,7 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         return known or self.__dict__.setdefault("_instance", f"{type(self).__qualname__}@{next(_instances)}")
 
 
-class FusedUnit(Unit):
+class FusedOpBase(OpBase):
     """An op that covers several basic ops."""
 
     def fuser_forward(self, *unused: Any, **named: Any) -> Any:
@@ -376,7 +376,7 @@ class FusedUnit(Unit):
         """The grad_output quantizer of the last basic op."""
         return self.flat_ops()[-1].get_grad_output_quantizer()
 
-    def __init__(self, basic_ops: Iterable[Unit]) -> None:
+    def __init__(self, basic_ops: Iterable[OpBase]) -> None:
         """Makes an op that covers others.
 
         Args:
@@ -395,10 +395,10 @@ class FusedUnit(Unit):
     def is_fused_op(self) -> bool:
         return True
 
-    def flat_ops(self) -> Sequence[BasicUnit]:
+    def flat_ops(self) -> Sequence[BasicOpBase]:
         return tuple(basic for op in self.basic_ops for basic in op.flat_ops())
 
-    def covered_ops(self) -> Sequence[BasicUnit]:
+    def covered_ops(self) -> Sequence[BasicOpBase]:
         return tuple(basic for op in self.basic_ops for basic in op.covered_ops())
 
     def _capture(self, changes: Changes) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem import _C
-from tandem.ops.arguments import finite, flag, sizes, whole
+from tandem.arguments import finite, flag, sizes, whole
 
 
 @dataclass(frozen=True)

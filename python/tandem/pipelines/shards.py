@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem.ops.unit import BasicUnit, Unit
+from tandem.op_base.base import BasicOpBase, OpBase
 from tandem.quantized.parameters import is_shared
 
 _PRODUCTS = ("basic_linear", "grouped_linear")
@@ -22,16 +22,16 @@ def _is_cut_by_rows(weight: Any) -> bool:
     )
 
 
-def _parts(op: BasicUnit) -> dict[str, Any]:
+def _parts(op: BasicOpBase) -> dict[str, Any]:
     return {name: getattr(op, name) for names in op.__dict__["_joined"].values() for name in names}
 
 
-def has_parts_of_ranks(ops: Sequence[BasicUnit]) -> bool:
+def has_parts_of_ranks(ops: Sequence[BasicOpBase]) -> bool:
     """Whether ranks share parts of joined weights, which calls then have to check."""
     return any(is_shared(part) for op in ops for part in _parts(op).values())
 
 
-def check_parts(ops: Sequence[BasicUnit]) -> None:
+def check_parts(ops: Sequence[BasicOpBase]) -> None:
     """Raises ValueError if a part of a joined weight is divided by rows, because a rank's columns of y would all be of one part."""
     for op in ops:
         for name, part in _parts(op).items():
@@ -43,21 +43,21 @@ def check_parts(ops: Sequence[BasicUnit]) -> None:
                 )
 
 
-def cut_product(product: Unit | None, unit: Unit | None, x: Any, y: Any) -> Unit | None:
-    """The product of whose columns y = unit(x) has one rank's. It is the unit if y has fewer columns than its weight has rows, otherwise `product`, unless
+def cut_product(product: OpBase | None, op: OpBase | None, x: Any, y: Any) -> OpBase | None:
+    """The product of whose columns y = op(x) has one rank's. It is the op if y has fewer columns than its weight has rows, otherwise `product`, unless
     a hook has gathered the columns. A weight that FSDP shards was whole in the call that computed y."""
-    weight: Any = unit._parameters.get("weight") if isinstance(unit, torch.nn.Linear) else None
+    weight: Any = op._parameters.get("weight") if isinstance(op, torch.nn.Linear) else None
     if is_shared(weight) and not is_shared(y) and y.size(-1) < weight.size(0):
-        return unit
+        return op
     return product if product is not None and y.numel() == x.numel() else None
 
 
-def check_columns(product: Unit | None, units: Sequence[Unit], x: Any) -> Unit | None:
-    """Raises ValueError if one of these units would take one rank's columns of `product` for all columns. The first unit gets x. Returns the product if
-    the output of the units still has one rank's columns, otherwise None."""
+def check_columns(product: OpBase | None, ops: Sequence[OpBase], x: Any) -> OpBase | None:
+    """Raises ValueError if one of these ops would take one rank's columns of `product` for all columns. The first op gets x. Returns the product if
+    the output of the ops still has one rank's columns, otherwise None."""
     if product is None or is_shared(x):
         return None
-    for op in (op for unit in units for op in unit.flat_ops()):
+    for op in (basic_op for each in ops for basic_op in each.flat_ops()):
         is_gated = "glu_interleave_size" in op._option_names
         if is_gated or op._kind == "l2_normalization":
             instead = ', build the Linear with tensor_parallel_mode="column", or one Linear for each half' if is_gated else ""
@@ -71,7 +71,7 @@ def check_columns(product: Unit | None, units: Sequence[Unit], x: Any) -> Unit |
     return product
 
 
-def check_rules(ops: Sequence[BasicUnit], error: NotImplementedError) -> None:
+def check_rules(ops: Sequence[BasicOpBase], error: NotImplementedError) -> None:
     """Raises NotImplementedError in place of torch's error for a missing sharding rule, which names only a kernel op."""
     if "sharding strategy" not in str(error):
         return

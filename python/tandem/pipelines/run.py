@@ -11,15 +11,15 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops import buffers, foreign, shards
-from tandem.ops.changes import Changes, structure
-from tandem.ops.cut import Piece, Wiring, pieces, reasons
-from tandem.ops.deferred import deferred, materialize
-from tandem.ops.joined import JoinedMixin
-from tandem.ops.places import places
-from tandem.ops.prepared import Bindings, Kwargs, Outputs, Prepared, own_call, wrong_count
-from tandem.ops.terms import Terms
-from tandem.ops.unit import Unit
+from tandem.op_base.base import OpBase
+from tandem.op_base.changes import Changes, structure
+from tandem.op_base.deferred import deferred, materialize
+from tandem.op_base.places import places
+from tandem.pipelines import buffers, foreign, shards
+from tandem.pipelines.cut import Piece, Wiring, pieces, reasons
+from tandem.pipelines.joined import JoinedMixin
+from tandem.pipelines.prepared import Bindings, Kwargs, Outputs, Prepared, own_call, wrong_count
+from tandem.pipelines.terms import Terms
 from tandem.quantized.parameters import is_shared
 
 Tensors = tuple[torch.Tensor, ...]
@@ -28,19 +28,19 @@ _NOTHING = SimpleNamespace(token=None, captured=None)  # in the place of a `Prep
 
 
 class OpRun:
-    """Runs `units` as one pipeline. `bindings` replace those of the ops, because a piece of a divided run has others."""
+    """Runs `ops` as one pipeline. `bindings` replace those of the ops, because a piece of a divided run has others."""
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        ops: Sequence[OpBase],
         bindings: Bindings | None = None,
         terms: Terms = Terms(),
-        owner: Unit | None = None,
+        owner: OpBase | None = None,
         changes: Changes | None = None,
         wiring: Wiring | None = None,
     ) -> None:
-        self.changes = Changes() if changes is None else changes  # notified about the units and their parts
-        self.units = tuple(units)
+        self.changes = Changes() if changes is None else changes  # notified about the ops and their parts
+        self.ops = tuple(ops)
         self.owner = owner  # the module whose forward runs this; its hooks have run already
         self.given_bindings = bindings if wiring is None else wiring.bindings
         self.wiring = wiring  # connects a run of a container with other runs by channels
@@ -56,21 +56,21 @@ class OpRun:
         token, last = self.changes.token, self.now
         if last.token is token:
             return last
-        for unit in (*self.units, self.owner):
-            if unit is not None:
-                unit._capture(self.changes)
+        for op in (*self.ops, self.owner):
+            if op is not None:
+                op._capture(self.changes)
         # An owner's list of ops may change, so it is read here. A container instead creates another run when its list changes.
-        units = self.units if self.owner is None else tuple(self.owner.flat_ops())
-        ops = tuple(op for unit in units for op in unit.flat_ops()) if self.owner is None else units
+        ops = self.ops if self.owner is None else tuple(self.owner.flat_ops())
+        basic_ops = tuple(basic_op for op in ops for basic_op in op.flat_ops()) if self.owner is None else ops
         if last is _NOTHING and (self.given_bindings is None or self.wiring is not None):  # excludes pieces of a divided run
-            for op in ops:
+            for op in basic_ops:
                 op.pre_first_fuser_forward()
-        own_calls = tuple([None if unit is self.owner else own_call(unit) for unit in units])
-        written = [[(id(at), name) for field in ("_parameters", "_buffers") for at, name in places(op, field)] for op in ops if op.is_python_op]
-        captured = (structure.fusions, [id(op) for op in ops], [op.changes for op in ops], own_calls, written)
+        own_calls = tuple([None if op is self.owner else own_call(op) for op in ops])
+        written = [[(id(at), name) for field in ("_parameters", "_buffers") for at, name in places(op, field)] for op in basic_ops if op.is_python_op]
+        captured = (structure.fusions, [id(op) for op in basic_ops], [op.changes for op in basic_ops], own_calls, written)
         is_same = captured == last.captured
-        now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.terms, own_calls, captured, self.changes)
-        now.deferred = deferred([op._holder for op in ops])
+        now = last if is_same else Prepared(ops, basic_ops, self.owner, self.given_bindings, self.terms, own_calls, captured, self.changes)
+        now.deferred = deferred([op._holder for op in basic_ops])
         now.token = object() if now.deferred else token  # a token that never matches makes the next call prepare again
         self.__dict__.update(now=now, token=now.token, products=foreign.own_products(now))  # in one step, because other threads read all three
         return now
@@ -190,7 +190,7 @@ class OpRun:
         return now.pipeline(())
 
     def cut(self, now: Prepared | None = None) -> Cut:
-        """The pieces into which units with hooks, as they are now, divide this run."""
+        """The pieces into which ops with hooks, as they are now, divide this run."""
         now = self.prepare() if now is None else now
         hooked = now.hooked()
         cut: Cut = now.cuts.get(hooked) or now.cuts.setdefault(hooked, Cut(now, hooked))
@@ -230,14 +230,14 @@ class OpRun:
         channels: dict[str, torch.Tensor] = {}
         results: list[torch.Tensor] = []
         rest = list(extra)
-        product: Unit | None = None  # the product of whose columns x has one rank's
+        product: OpBase | None = None  # the product of whose columns x has one rank's
         for part in parts:
-            product = shards.check_columns(product, part.piece.units, x)
+            product = shards.check_columns(product, part.piece.ops, x)
             given = [rest.pop(0) if channel is None else channels[channel] for channel in part.inputs]
             if before is not None:
                 before(part, x, given)
             outputs = part(x, given, training, kwargs)
-            product = shards.cut_product(product, part.unit, x, outputs[0])
+            product = shards.cut_product(product, part.op, x, outputs[0])
             x = outputs[0]
             for (channel, to_caller), output in zip(part.outputs, outputs[1:], strict=True):
                 if channel is not None:
@@ -253,43 +253,43 @@ class Part:
     def __init__(self, piece: Piece, terms: Terms) -> None:
         self.piece = piece
         self.inputs, self.outputs = piece.inputs, piece.outputs
-        self.unit = piece.units[0] if piece.is_alone else None  # a unit that is called as a module
-        if self.unit is None:
-            self.run = OpRun(piece.units, piece.bindings, terms)
+        self.op = piece.ops[0] if piece.is_alone else None  # an op that is called as a module
+        if self.op is None:
+            self.run = OpRun(piece.ops, piece.bindings, terms)
         elif any(inputs or outputs for inputs, outputs in piece.bindings):
-            _check_passes_on(self.unit)
-            self.run = OpRun(self.unit.flat_ops(), piece.bindings, Terms(memory_budget=terms.memory_budget), owner=self.unit)
+            _check_passes_on(self.op)
+            self.run = OpRun(self.op.flat_ops(), piece.bindings, Terms(memory_budget=terms.memory_budget), owner=self.op)
         else:
-            self.run = self.unit._run_alone()
+            self.run = self.op._run_alone()
 
     def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None) -> Any:
         first, count = self.piece.first, self.piece.count
         own = {i - first: k for i, k in (kwargs or {}).items() if first <= i < first + count}
-        if self.unit is None:
+        if self.op is None:
             outputs = self.run(x, extra, training, own or None)
         else:
             named: dict[str, Any] = {"_run": self.run} if self.run.given_bindings is not None else {}
-            if own and self.unit.is_fused_op:
+            if own and self.op.is_fused_op:
                 named["basic_op_kwargs"] = [own.get(i, {}) for i in range(count)]
             elif own:
                 named.update(own[0])
-            outputs = self.unit(x, *extra, **named)
+            outputs = self.op(x, *extra, **named)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 class Cut:
-    """The parts of a run if the units at the indices `hooked` run alone, and the reasons."""
+    """The parts of a run if the ops at the indices `hooked` run alone, and the reasons."""
 
     def __init__(self, now: Prepared, hooked: tuple[int, ...]) -> None:
         self.reasons = reasons(now, hooked)
         self.parts = [Part(piece, now.terms) for piece in pieces(now, hooked)]
 
 
-def _check_passes_on(unit: Unit) -> None:
-    """Raises TypeError if the forward of a unit that runs alone cannot take `_run`, by which it learns that channels became arguments and results."""
-    parameters = inspect.signature(unit.forward).parameters.values()
+def _check_passes_on(op: OpBase) -> None:
+    """Raises TypeError if the forward of an op that runs alone cannot take `_run`, by which it learns that channels became arguments and results."""
+    parameters = inspect.signature(op.forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "_run" for parameter in parameters):
         raise TypeError(
-            f"{unit._get_name()}: expected a forward that takes keyword arguments and passes them on, as the op has extra inputs or outputs, "
-            f"got forward{inspect.signature(unit.forward)}. Define forward(self, input, *extra_inputs, **kwargs)."
+            f"{op._get_name()}: expected a forward that takes keyword arguments and passes them on, as the op has extra inputs or outputs, "
+            f"got forward{inspect.signature(op.forward)}. Define forward(self, input, *extra_inputs, **kwargs)."
         )

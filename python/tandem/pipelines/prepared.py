@@ -13,26 +13,28 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, recipe_state
-from tandem.ops import fusions, hooks, inspected, main_grad, python_op, workspaces
-from tandem.ops.buffers import Modes, note_graph
-from tandem.ops.changes import Changes, structure
-from tandem.ops.identity import identity
-from tandem.ops.places import Place, places
-from tandem.ops.terms import Terms
-from tandem.compilers.tracing import constant_while_traced
-from tandem.ops.unit import BasicUnit, Unit
+from tandem.op_base import hooks, main_grad
+from tandem.op_base.base import BasicOpBase, OpBase
+from tandem.op_base.changes import Changes, structure
+from tandem.op_base.places import Place, places
+from tandem.pipelines import inspected, workspaces
+from tandem.pipelines.buffers import Modes, note_graph
+from tandem.pipelines.terms import Terms
 from tandem.recipe_state import history_length, traced_region
+from tandem.tracing import constant_while_traced
+from tandem.user_ops import fusions, python_op
+from tandem.user_ops.identity import identity
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 Bindings = tuple  # per basic op: (channel of each extra input, (channel, to caller) of each extra output)
 Kwargs = Mapping[int, Mapping[str, Any]]  # keyword arguments by index of the basic op
 
 
-def own_call(unit: Unit) -> str | None:
+def own_call(op: OpBase) -> str | None:
     """The method of the module, or of its parts, that is not the library's, so that calling it may do more than its ops do. A method that is patched
-    on an instance counts at once, because `Unit.__setattr__` makes pipelines read the ops anew. No event reports a patched class, and a check
+    on an instance counts at once, because `OpBase.__setattr__` makes pipelines read the ops anew. No event reports a patched class, and a check
     in each call would cost time, so it counts only for pipelines that are prepared later."""
-    for module in (unit, *unit.flat_ops()) if unit.is_fused_op else (unit,):
+    for module in (op, *op.flat_ops()) if op.is_fused_op else (op,):
         if "forward" in module.__dict__ or type(module).forward is not type(module)._library_forward:
             return "forward"
         if type(module).__call__ is not torch.nn.Module.__call__:
@@ -40,8 +42,8 @@ def own_call(unit: Unit) -> str | None:
     return None
 
 
-def unit_has_hooks(unit: Unit) -> bool:
-    for module in (unit, *unit.flat_ops()) if unit.is_fused_op else (unit,):
+def has_hooks(op: OpBase) -> bool:
+    for module in (op, *op.flat_ops()) if op.is_fused_op else (op,):
         if hooks.any_of(module):
             return True
     return False
@@ -68,29 +70,29 @@ def _keep(cache: dict[Any, Any], key: Any, made: Any) -> Any:
 
 
 class Prepared:
-    """The units and basic ops of a run as they were when the run read them. Only `token` and `deferred` are replaced, and caches only grow, so a call that
+    """The ops and basic ops of a run as they were when the run read them. Only `token` and `deferred` are replaced, and caches only grow, so a call that
     has taken one of these is not affected by other threads."""
 
     def __init__(
         self,
-        units: tuple[Unit, ...],
-        basic_ops: tuple[BasicUnit, ...],
-        owner: Unit | None,
+        ops: tuple[OpBase, ...],
+        basic_ops: tuple[BasicOpBase, ...],
+        owner: OpBase | None,
         bindings: Bindings | None,
         terms: Terms,
         own_calls: tuple[str | None, ...],
         captured: Any,
         changes: Changes,
     ) -> None:
-        self.units, self.basic_ops, self.owner, self.terms = units, basic_ops, owner, terms
+        self.ops, self.basic_ops, self.owner, self.terms = ops, basic_ops, owner, terms
         self.changes = changes
         self.captured = captured  # the state of the ops before this constructor read them
         self.training_ops = tuple(op for op in basic_ops if op._depends_on_training)
         self.joined = tuple(op for op in basic_ops if op.__dict__.get("_joined"))
         self.python_ops = tuple(op for op in basic_ops if op.is_python_op)
-        self.own_calls = own_calls  # for each unit
+        self.own_calls = own_calls  # for each op
         self.has_own_calls = any(own_calls)  # if true, the direct path is closed, because it checks for hooks only
-        self.notified_ops = tuple(op for op in basic_ops if type(op).pre_fuser_forward is not Unit.pre_fuser_forward)
+        self.notified_ops = tuple(op for op in basic_ops if type(op).pre_fuser_forward is not OpBase.pre_fuser_forward)
         self.is_direct = not self.has_own_calls and not self.notified_ops
         for op in self.python_ops:
             if op._forward_prefix == "op" and (op.num_extra_inputs or op.num_extra_outputs):
@@ -112,7 +114,7 @@ class Prepared:
         self.texts: dict[Any, Any] = {}
         self.descriptions: dict[Any, tuple[str, list[Any]]] = {}  # each text with the objects that it names
         self.held_workspaces = workspaces.Held()  # workspaces of compiled code
-        self.cuts: dict[tuple[int, ...], Any] = {}  # written by `tandem.ops.run`: pieces by indices of the units that run alone
+        self.cuts: dict[tuple[int, ...], Any] = {}  # written by `tandem.pipelines.run`: pieces by indices of the ops that run alone
         self.pipeline(())  # raises errors before a tensor is passed
 
     def _read_places(self) -> None:
@@ -143,7 +145,7 @@ class Prepared:
         for index in self._delaying:
             self.basic_ops[index].wgrad_store.pipelines.add(self)
 
-    def _absorbed(self, index: int, op: BasicUnit) -> list[int]:
+    def _absorbed(self, index: int, op: BasicOpBase) -> list[int]:
         """Positions of an op's parameters with a main_grad. An op in Python has none, because its own backward computes gradients."""
         if op.is_python_op or not getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
             return []
@@ -231,13 +233,13 @@ class Prepared:
         return len(self.basic_ops)
 
     def hooked(self) -> tuple[int, ...]:
-        """Indices of units that must be called as modules. Hooks for all modules see the modules of a container, but not the parts of one module."""
+        """Indices of ops that must be called as modules. Hooks for all modules see the modules of a container, but not the parts of one module."""
         everywhere = self.owner is None and hooks.any_of_all_modules()
         return tuple(
             [
                 index
-                for index, unit in enumerate(self.units)
-                if unit is not self.owner and (everywhere or self.own_calls[index] is not None or unit_has_hooks(unit))
+                for index, op in enumerate(self.ops)
+                if op is not self.owner and (everywhere or self.own_calls[index] is not None or has_hooks(op))
             ]
         )
 
@@ -247,7 +249,7 @@ class Prepared:
         found = self.pipelines.get(key)
         if found is not None:
             return found
-        modules = {id(module): module for unit in self.units for module in (unit, *unit.flat_ops(), unit._holder)}
+        modules = {id(module): module for op in self.ops for module in (op, *op.flat_ops(), op._holder)}
         made = _C.EagerPipeline(
             self.ops_text(flags, None, modes, buffers=False, shared=False, name_instances=python_op.any_fusions())[0],
             [(module._parameters, module.__dict__, name) for module, name in self.places],

@@ -12,17 +12,17 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
-from tandem.ops import fusions, python_op
-from tandem.ops.context import OperationContext
-from tandem.ops.directions import Call, drawing
-from tandem.ops.ghost import ghost_of
-from tandem.ops.identity import own_code
-from tandem.ops.places import Names, holding, names, views_stand_in
-from tandem.ops.unit import BasicUnit
+from tandem.op_base.base import BasicOpBase
+from tandem.op_base.context import OperationContext
+from tandem.op_base.directions import Call, drawing
+from tandem.op_base.places import Names, holding, names, views_stand_in
 from tandem.quantized.formats import Float8Quantizer
 from tandem.quantized.quantizer import quantizer_of_text
 from tandem.quantized.tensor import QuantizedTensor, assembled, in_directions
 from tandem.recipe_state import history_length
+from tandem.user_ops import fusions, python_op
+from tandem.user_ops.ghost import ghost_of
+from tandem.user_ops.identity import own_code
 
 Tensors = Sequence[torch.Tensor | None]
 Asked = tuple[bool, list[list[bool]], list[list[bool]]]  # whether a gradient is required of x, of the parameters of each op, of its extra inputs
@@ -81,7 +81,7 @@ class _Fields:
     names: list[Names]  # names of the parameters and buffers of each covered op in forward: the op may have others now, and a ghost has none
 
 
-def _names_of(ops: Sequence[BasicUnit], params: Sequence[Tensors]) -> list[Names]:
+def _names_of(ops: Sequence[BasicOpBase], params: Sequence[Tensors]) -> list[Names]:
     """The names of the tensors that a pipeline passes to its ops. It passes buffers only in a trace."""
     found = []
     for op, own in zip(ops, params, strict=True):
@@ -100,7 +100,7 @@ def _names_of(ops: Sequence[BasicUnit], params: Sequence[Tensors]) -> list[Names
 
 
 @contextlib.contextmanager
-def _standing_in(ops: Sequence[BasicUnit], params: Sequence[Tensors], named: Sequence[Names]) -> Iterator[None]:
+def _standing_in(ops: Sequence[BasicOpBase], params: Sequence[Tensors], named: Sequence[Names]) -> Iterator[None]:
     """Replaces the modules' own parameters by the tensors of this call if they differ: in a trace, or when ghosts run backward."""
     replaced = []
     for op, own, own_names in zip(ops, params, named, strict=True):
@@ -124,7 +124,7 @@ def _standing_in(ops: Sequence[BasicUnit], params: Sequence[Tensors], named: Seq
             tensors[name] = own_tensor
 
 
-def _check_parameters(op: BasicUnit) -> None:
+def _check_parameters(op: BasicOpBase) -> None:
     """Raises RuntimeError if a parameter is computed from others: a backward in Python would return its gradient as the gradient of those."""
     if not op.is_python_op or views_stand_in(op):
         return
@@ -152,7 +152,7 @@ def _telling_of_constants(op: Any) -> Iterator[None]:
         ) from error
 
 
-def _live(key: Any, given: list[Any]) -> tuple[Any, tuple[BasicUnit], list[Any]]:
+def _live(key: Any, given: list[Any]) -> tuple[Any, tuple[BasicOpBase], list[Any]]:
     """The op that a key refers to, a tuple of it as covered op, and the arguments of its forward. Raises RuntimeError if the op is gone."""
     op, kwargs = python_op.live_op(key)
     if op is None:
@@ -168,7 +168,7 @@ def _own(target: str | fusions.Fused, basics: Sequence[Any]) -> Sequence[Any]:
 
 
 def _fields(
-    ops: Sequence[BasicUnit],
+    ops: Sequence[BasicOpBase],
     params: Sequence[Tensors],
     contexts: list[OperationContext],
     saved: Sequence[Tensors],
@@ -198,7 +198,7 @@ def _contexts(fields: _Fields, saved: Iterable[torch.Tensor | None]) -> list[Ope
     return contexts
 
 
-def _context_of(op: BasicUnit, saved: Tensors, recipe: str, requested: tuple[bool, ...], shape: Sequence[int] | None) -> OperationContext:
+def _context_of(op: BasicOpBase, saved: Tensors, recipe: str, requested: tuple[bool, ...], shape: Sequence[int] | None) -> OperationContext:
     """The context of an op of the library after its own forward. `shape` is the shape of x if the op's backward reads it."""
     context = OperationContext.of(op._context, saved)
     keeps_amaxes = history_length(recipe) != 0  # then no covered op quantizes, because backward fusions of such ops are refused
@@ -209,7 +209,7 @@ def _context_of(op: BasicUnit, saved: Tensors, recipe: str, requested: tuple[boo
     return context
 
 
-def _asked_of(ops: Sequence[BasicUnit], requested: Asked) -> list[tuple[bool, ...]]:
+def _asked_of(ops: Sequence[BasicOpBase], requested: Asked) -> list[tuple[bool, ...]]:
     """For each op of a fused backward, which gradients are required: also those of x and of extra inputs that earlier ops of the fusion need."""
     is_requested, params, extra_inputs = requested
     made: set[str | None] = set()

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tandem.ops.identity import check_declared, identity
-from tandem.ops.plain import tell_plain
-from tandem.ops.unit import BasicUnit
+from tandem.op_base.base import BasicOpBase
+from tandem.user_ops.identity import check_declared, identity
+from tandem.user_ops.plain import tell_plain
 
 _Kwargs = Mapping[str, Any]
 
@@ -26,13 +26,13 @@ class _Key:
     def __init__(self, kwargs: _Kwargs, code: str | None) -> None:
         self.kwargs = kwargs
         self.code = code  # the identity that the key contains if compiled code shares it
-        self.ops: tuple[weakref.ref[BasicUnit], ...] = ()  # newest first
+        self.ops: tuple[weakref.ref[BasicOpBase], ...] = ()  # newest first
 
 
 _MOST_KEYS = 64  # limit on the keys of one op: keys of compiled code change with its attributes, and hold the arguments of a call
 _live: weakref.WeakValueDictionary[str, _Key] = weakref.WeakValueDictionary()
 _NONE = _Key({}, None)
-_instances: weakref.WeakValueDictionary[str, BasicUnit] = weakref.WeakValueDictionary()
+_instances: weakref.WeakValueDictionary[str, BasicOpBase] = weakref.WeakValueDictionary()
 _naming = threading.RLock()  # held while an op gets a key; reentrant, because another op may be freed meanwhile
 _fusion_functions = 0  # number of registered functions
 _objects = itertools.count(1)
@@ -48,15 +48,15 @@ def count_fusions(change: int) -> None:
     _fusion_functions += change
 
 
-def register_instance(op: BasicUnit) -> None:
+def register_instance(op: BasicOpBase) -> None:
     _instances[op.instance_id] = op
 
 
-def instance(instance_id: str) -> BasicUnit | None:
+def instance(instance_id: str) -> BasicOpBase | None:
     return _instances.get(instance_id)
 
 
-def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> tuple[str, str]:
+def entry(op: BasicOpBase, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> tuple[str, str]:
     """The name and key of an op in a description. With `shared`, the key contains the op's identity, so that equal ops have one key; otherwise the key is
     the op's own. The op's operands are extra inputs, parameters and buffers, in this order: all tensors that a compiled call needs."""
     place = f"{type(op).__module__}:{type(op).__qualname__}"
@@ -79,7 +79,7 @@ def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: 
     return name, key
 
 
-def _dtypes(op: BasicUnit) -> str:
+def _dtypes(op: BasicOpBase) -> str:
     """The declared dtypes of results, as the end of the op's name; empty without a declaration. Raises TypeError or ValueError for a wrong one."""
     if not isinstance(op.extra_output_dtypes, (tuple, list)):
         raise TypeError(
@@ -108,7 +108,7 @@ def held(key: str) -> _Key | None:
     return _live.get(key)
 
 
-def live_op(key: str) -> tuple[BasicUnit | None, _Kwargs]:
+def live_op(key: str) -> tuple[BasicOpBase | None, _Kwargs]:
     """The op and the arguments that a key refers to. If several ops have the key, it is the one described last, because that is being traced.
     An op whose identity has changed since it got the key is skipped."""
     found = _live.get(key) or _NONE
@@ -152,7 +152,7 @@ def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
     return json.dumps({str(i): {name: written(value) for name, value in given.items()} for i, given in kwargs.items()}, sort_keys=True)
 
 
-def let_go(ops: Iterable[BasicUnit], keys: Iterable[Any]) -> None:
+def let_go(ops: Iterable[BasicOpBase], keys: Iterable[Any]) -> None:
     """Forgets keys of a call that has returned, because the caller owns the objects in their arguments."""
     gone = [id(key) for key in keys if has_objects({0: key.kwargs})]
     for op in ops if gone else ():

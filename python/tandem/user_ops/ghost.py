@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from tandem.ops.places import views_stand_in
-from tandem.ops.unit import BasicUnit
+from tandem.op_base.base import BasicOpBase
+from tandem.op_base.places import views_stand_in
 
 
-def ghost_of(op: BasicUnit) -> BasicUnit:
+def ghost_of(op: BasicOpBase) -> BasicOpBase:
     """A copy that shares everything with an op except its parameters. It runs backward after the op is gone.
 
     Modules inside the op are copied too: they may be in use elsewhere, so the ghost must not write stand-ins of parameters into them.

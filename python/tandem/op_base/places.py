@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tandem.ops.unit import BasicUnit
+from tandem.op_base.base import BasicOpBase
 
 Place = tuple[torch.nn.Module, str]  # a module, and the name of one of its tensors
 Names = list[list[tuple[str, str]]]  # for each tensor its names: path of the module inside the op, and name in that module
@@ -18,7 +18,7 @@ def views_stand_in(module: torch.nn.Module) -> bool:
     return not getattr(module, "_fsdp_use_orig_params", True)
 
 
-def names(op: BasicUnit, field: str) -> Names:
+def names(op: BasicOpBase, field: str) -> Names:
     """The names of each tensor in `field` ("_parameters" or "_buffers"), in the order in which backward returns gradients."""
     if not op.is_python_op:
         return [[("", name)] for name in op._parameter_names] if field == "_parameters" else []
@@ -33,7 +33,7 @@ def names(op: BasicUnit, field: str) -> Names:
     return list(found.values())
 
 
-def at(op: BasicUnit, path: str) -> torch.nn.Module:
+def at(op: BasicOpBase, path: str) -> torch.nn.Module:
     """The module at a path that `names` returned. Raises RuntimeError if it was removed since."""
     if not path:
         return op if op.is_python_op else op._holder
@@ -45,12 +45,12 @@ def at(op: BasicUnit, path: str) -> torch.nn.Module:
         ) from error
 
 
-def holding(op: BasicUnit, path: str, name: str) -> Place:
+def holding(op: BasicOpBase, path: str, name: str) -> Place:
     """The module that holds a tensor of `names`, and its name there. The owner of a part may have another name for it."""
     return at(op, path), name if path or op.is_python_op else getattr(op._parameters, "names", {}).get(name, name)
 
 
-def places(op: BasicUnit, field: str) -> Iterator[Place]:
+def places(op: BasicOpBase, field: str) -> Iterator[Place]:
     """The module and name of each tensor of `names`; the first of them if a tensor has several."""
     for (path, name), *_ in names(op, field):
         yield holding(op, path, name)

@@ -1,4 +1,4 @@
-"""Divides a run of ops into pieces: at units with hooks or a forward of their own, and at modules that are no ops. A channel between two pieces
+"""Divides a run of ops into pieces: at ops with hooks or a forward of their own, and at modules that are no ops. A channel between two pieces
 becomes a result of one and an argument of the other."""
 
 from __future__ import annotations
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.ops import hooks
-from tandem.ops.prepared import Bindings, Prepared, own_call
-from tandem.ops.unit import Unit
+from tandem.op_base import hooks
+from tandem.op_base.base import OpBase
+from tandem.pipelines.prepared import Bindings, Prepared, own_call
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive units that stay one pipeline, or one unit that runs alone."""
+    """Consecutive ops that stay one pipeline, or one op that runs alone."""
 
-    units: tuple[Unit, ...]
+    ops: tuple[OpBase, ...]
     is_alone: bool
     first: int  # index of the first basic op
     count: int  # number of basic ops
@@ -34,16 +34,16 @@ class Wiring:
     outputs: tuple[tuple[str | None, bool], ...]  # channel of each extra result that other runs read, and whether the caller gets it
 
 
-def wirings(groups: Sequence[Sequence[Unit]]) -> list[Wiring | None]:
+def wirings(groups: Sequence[Sequence[OpBase]]) -> list[Wiring | None]:
     """How channels connect the runs of a container, between which other modules stand. The list holds only None if no channel leaves a run.
 
     An op reads a channel from the last earlier op that writes it: an op of its own run, or else of the last earlier run that writes the channel.
     """
-    ops = [[op for unit in units for op in unit.flat_ops()] for units in groups]
+    basic_ops = [[basic_op for op in group for basic_op in op.flat_ops()] for group in groups]
     makers: dict[str | None, int] = {}  # channel -> the last run that writes it
     given: list[set[str | None]] = [set() for _ in groups]
     taken: list[list[set[str | None]]] = []  # channels from other runs, by op
-    for own in ops:
+    for own in basic_ops:
         made: set[str | None] = set()
         taken.append([])
         for op in own:
@@ -55,7 +55,7 @@ def wirings(groups: Sequence[Sequence[Unit]]) -> list[Wiring | None]:
         makers.update(dict.fromkeys(made - {None}, len(taken) - 1))
     if not any(any(own) for own in taken):
         return [None for _ in groups]
-    return [_wiring([op.channel_bindings() for op in own], crossing, leaving) for own, crossing, leaving in zip(ops, taken, given, strict=True)]
+    return [_wiring([op.channel_bindings() for op in own], crossing, leaving) for own, crossing, leaving in zip(basic_ops, taken, given, strict=True)]
 
 
 def _wiring(bindings: Sequence[Any], taken: Sequence[set[str | None]], given: set[str | None]) -> Wiring:
@@ -74,22 +74,22 @@ def _wiring(bindings: Sequence[Any], taken: Sequence[set[str | None]], given: se
 
 
 def reasons(run: Prepared, hooked: tuple[int, ...]) -> list[str]:
-    """The reasons why the units at the indices `hooked` run alone, for `explain`."""
+    """The reasons why the ops at the indices `hooked` run alone, for `explain`."""
     if run.owner is None and hooks.any_of_all_modules():
         return ["hooks are registered for all modules, so every op runs by itself: nothing fuses across ops"]
     texts = []
     for index in hooked:
-        unit = run.units[index]
-        found = [f"a {name}" for module in (unit, *unit.flat_ops()) for field, name in hooks.OF_A_MODULE.items() if getattr(module, field)]
-        found.append(f"a {own_call(unit)} of its own")
-        texts.append(f"op {index} ({unit._get_name()}) has {found[0]}, so it runs by itself: nothing fuses across it")
+        op = run.ops[index]
+        found = [f"a {name}" for module in (op, *op.flat_ops()) for field, name in hooks.OF_A_MODULE.items() if getattr(module, field)]
+        found.append(f"a {own_call(op)} of its own")
+        texts.append(f"op {index} ({op._get_name()}) has {found[0]}, so it runs by itself: nothing fuses across it")
     return texts
 
 
 def pieces(run: Prepared, hooked: tuple[int, ...]) -> list[Piece]:
-    """The pieces of a run if the units at the indices `hooked` run alone."""
+    """The pieces of a run if the ops at the indices `hooked` run alone."""
     groups: list[list[int]] = []
-    for index in range(len(run.units)):
+    for index in range(len(run.ops)):
         if index in hooked or not groups or groups[-1][-1] in hooked:
             groups.append([])
         groups[-1].append(index)
@@ -100,14 +100,14 @@ def pieces(run: Prepared, hooked: tuple[int, ...]) -> list[Piece]:
                 readers.setdefault(channel, []).append(index)
     found, first = [], 0
     for group in groups:
-        units = [run.units[index] for index in group]
-        count = sum(len(unit.flat_ops()) for unit in units)
-        found.append(_piece(run, units, group[0] in hooked, first, count, readers))
+        ops = [run.ops[index] for index in group]
+        count = sum(len(op.flat_ops()) for op in ops)
+        found.append(_piece(run, ops, group[0] in hooked, first, count, readers))
         first += count
     return found
 
 
-def _piece(run: Prepared, units: Sequence[Unit], is_alone: bool, first: int, count: int, readers: dict[str, list[int]]) -> Piece:
+def _piece(run: Prepared, ops: Sequence[OpBase], is_alone: bool, first: int, count: int, readers: dict[str, list[int]]) -> Piece:
     inside = range(first, first + count)
     own = {channel for index in inside for channel, _ in run.bindings[index][1] if channel is not None}
     bindings, arguments, results = [], [], []
@@ -121,4 +121,4 @@ def _piece(run: Prepared, units: Sequence[Unit], is_alone: bool, first: int, cou
                 results.append((channel, to_caller))
             here.append((channel, to_caller or is_read_outside))
         bindings.append((tuple(channel if channel in own else None for channel in inputs), tuple(here)))
-    return Piece(tuple(units), is_alone, first, count, tuple(bindings), tuple(arguments), tuple(results))
+    return Piece(tuple(ops), is_alone, first, count, tuple(bindings), tuple(arguments), tuple(results))

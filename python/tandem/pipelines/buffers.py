@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from tandem.compilers.tracing import constant_while_traced
-from tandem.ops import main_grad
+from tandem.op_base import main_grad
+from tandem.tracing import constant_while_traced
 
 
 class Modes(NamedTuple):

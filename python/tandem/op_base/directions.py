@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from tandem import _C
-from tandem.ops import main_grad
-from tandem.ops.context import OperationContext
+from tandem.op_base import main_grad
+from tandem.op_base.context import OperationContext
 from tandem.recipe_state import history_length
 
 Tensors = tuple[torch.Tensor | None, ...]

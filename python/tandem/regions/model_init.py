@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem import _C
-from tandem.ops.arguments import flag
+from tandem.arguments import flag
 from tandem.quantized.parameters import codes_of, for_share, in_codes, is_shared, keep_numbers, keeps_numbers, local_of, numbers_of, write
 from tandem.quantized.parts import PARTS, rows_of_blocks
 from tandem.quantized.quantizer import Quantizer, quantizer_of_text

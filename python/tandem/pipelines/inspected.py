@@ -6,7 +6,7 @@ import itertools
 import weakref
 from typing import Any
 
-from tandem.ops.changes import structure
+from tandem.op_base.changes import structure
 
 watchers: list[Any] = []  # each has a dictionary `pipelines`
 _numbers = itertools.count(1)

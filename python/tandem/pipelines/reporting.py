@@ -14,13 +14,13 @@ import torch
 from typing_extensions import Self
 
 from tandem import _C, recipe_state
-from tandem.ops.foreign import Pieces
-from tandem.ops.joined import are_adjacent
-from tandem.ops.prepared import Outputs
-from tandem.ops.run import Cut, OpRun
-from tandem.ops.unit import Unit
+from tandem.op_base.base import OpBase
+from tandem.pipelines.foreign import Pieces
+from tandem.pipelines.joined import are_adjacent
+from tandem.pipelines.picture import rendered, step_times
+from tandem.pipelines.prepared import Outputs
+from tandem.pipelines.run import Cut, OpRun
 from tandem.quantized.tensor import QuantizedTensor
-from tandem.report.picture import rendered, step_times
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ReportingMixin:
 
 def runs_inside(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, OpRun]]:
     """The pipelines that calls of a module have created, each with the module path of its owner."""
-    if isinstance(module, Unit):
+    if isinstance(module, OpBase):
         if run := module.__dict__.get("_alone"):
             yield name, run
         return
@@ -134,7 +134,7 @@ def runs_inside(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, 
         runs: Any = module._made[3] or ()  # type: ignore[attr-defined]
         yield from ((name, run) for run in runs if isinstance(run, OpRun))
     for own, child in module.named_children():
-        if not (isinstance(module, ReportingMixin) and isinstance(child, Unit)):
+        if not (isinstance(module, ReportingMixin) and isinstance(child, OpBase)):
             yield from runs_inside(child, f"{name}.{own}" if name else own)
     for own, container in getattr(module, "_hidden_containers", dict)().items():
         yield from runs_inside(container, f"{name}.{own}" if name else own)
@@ -180,7 +180,7 @@ def is_skipped(module: torch.nn.Module) -> bool:
 
 def verified(module: torch.nn.Module, x: torch.Tensor, extra: Sequence[torch.Tensor], masks: int) -> Verification:
     """Compares fused with unfused steps of a container, an op, or a module with `_calls_of_parts`. Raises TypeError for other modules."""
-    if isinstance(module, Unit):
+    if isinstance(module, OpBase):
         run, outcomes = module._run_alone(), []
         run.now.check_count(extra)
         with recipe_state.unchanged([owner for owner, _, _ in run.now.state_owners]):
@@ -190,7 +190,7 @@ def verified(module: torch.nn.Module, x: torch.Tensor, extra: Sequence[torch.Ten
         return module.verify(x, *extra, masks=masks)
     if not hasattr(module, "_calls_of_parts"):
         raise TypeError(f"verify: expected a container, an op or a module of this library, got {module._get_name()}. Put the ops into a Sequential.")
-    parts = [(part, given) for part, *given in module._calls_of_parts(x, *extra) if isinstance(part, (Unit, ReportingMixin))]
+    parts = [(part, given) for part, *given in module._calls_of_parts(x, *extra) if isinstance(part, (OpBase, ReportingMixin))]
     return _together([verified(part, given[0], given[1:], masks) for part, given in parts])
 
 

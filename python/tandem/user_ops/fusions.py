@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-from tandem.ops import python_op
-from tandem.ops.changes import structure
-from tandem.ops.context import OperationContext
-from tandem.ops.directions import Draws
-from tandem.ops.ghost import ghost_of
-from tandem.ops.unit import BasicUnit, FusedUnit, Unit
+from tandem.op_base.base import BasicOpBase, FusedOpBase, OpBase
+from tandem.op_base.changes import structure
+from tandem.op_base.context import OperationContext
+from tandem.op_base.directions import Draws
 from tandem.recipe import recipe_from_json
+from tandem.user_ops import python_op
+from tandem.user_ops.ghost import ghost_of
 
-FusionFunction = Callable[..., Sequence[Unit]]
+FusionFunction = Callable[..., Sequence[OpBase]]
 
 _PASSES = {"joint": "forward_backward", "forward": "forward", "backward": "backward"}
 _functions: dict[str, list[FusionFunction]] = {name: [] for name in _PASSES}
@@ -151,7 +151,7 @@ class _Returned(NamedTuple):
 
     first: int  # index of its first basic op
     last: int
-    op: FusedUnit
+    op: FusedOpBase
     function: FusionFunction
 
 
@@ -169,10 +169,10 @@ class RuledFusion:
 
     name: str
 
-    def __call__(self, ops: Sequence[Unit], *, recipe: Any = None) -> list[Unit]:
+    def __call__(self, ops: Sequence[OpBase], *, recipe: Any = None) -> list[OpBase]:
         raise NotImplementedError
 
-    def refusals(self, ops: Sequence[Unit]) -> list[Refused]:
+    def refusals(self, ops: Sequence[OpBase]) -> list[Refused]:
         """The matches that the rule refuses in this list."""
         raise NotImplementedError
 
@@ -208,13 +208,13 @@ class Fused:
             ghosts._modules[str(index)] = ghost_of(basic)
         self._ghost._modules["basic_ops"] = ghosts
 
-    def get(self) -> tuple[FusedUnit, Sequence[BasicUnit]]:
+    def get(self) -> tuple[FusedOpBase, Sequence[BasicOpBase]]:
         op = self._op()
         op = op if op is not None else self._ghost
         return op, op.covered_ops()
 
 
-def written_context(fused: Fused, basic: BasicUnit, context: OperationContext, draws: Draws) -> list[torch.Tensor | None]:
+def written_context(fused: Fused, basic: BasicOpBase, context: OperationContext, draws: Draws) -> list[torch.Tensor | None]:
     """What a fused forward saved on the context of an op of the library, in the order in which the op's own backward reads it. A tensor from which
     backward draws numbers, such as a seed, must be the one that the op's own forward drew, because only that forward used the same numbers."""
     saved = context.to_save or ()
@@ -263,12 +263,12 @@ class _Saved(NamedTuple):
         return f"tensors ({', '.join(shown)}) and fields ({', '.join(self.fields)})"
 
 
-def note_saved(basic: BasicUnit, context: OperationContext) -> None:
+def note_saved(basic: BasicOpBase, context: OperationContext) -> None:
     """Records what an op's own forward saved, which its backward reads."""
     basic.__dict__["_saved"] = _Saved.on(context)
 
 
-def check_saved(fused: Fused, basic: BasicUnit, context: OperationContext) -> None:
+def check_saved(fused: Fused, basic: BasicOpBase, context: OperationContext) -> None:
     """Raises ValueError unless a fused forward saved for an op in Python what the op's own forward saves. If the op's own forward never ran,
     nothing is known to compare with, and its backward may fail."""
     own: _Saved | None = basic.__dict__.get("_saved")
@@ -279,7 +279,7 @@ def check_saved(fused: Fused, basic: BasicUnit, context: OperationContext) -> No
         )
 
 
-def unread(name: str, op: BasicUnit | FusedUnit, contexts: Sequence[OperationContext], error: Exception) -> RuntimeError:
+def unread(name: str, op: BasicOpBase | FusedOpBase, contexts: Sequence[OperationContext], error: Exception) -> RuntimeError:
     """The error for a backward that cannot read the contexts that another forward wrote."""
     written = "; ".join(
         f"tensors ({', '.join(context.saved_names) or len(context.saved_tensors or ())}) and fields "
@@ -303,7 +303,7 @@ def groups(pass_name: str, instances: Sequence[str], recipe: str | None, joint: 
     return [*refused, *[Fused(returned, pass_name, recipe) for returned in found]]
 
 
-def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
+def fusions_made(ops: Sequence[BasicOpBase], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
     """What the functions of all passes return for `ops`: pass, first op, last op, number of the function."""
     quantized = None if recipe == "null" else recipe
     joint = _returned("joint", ops, quantized)[0]
@@ -316,7 +316,7 @@ def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int,
 
 
 def _returned(
-    pass_name: str, ops: Sequence[BasicUnit], recipe: str | None, joint: Sequence[tuple[int, int, FusedUnit]] = ()
+    pass_name: str, ops: Sequence[BasicOpBase], recipe: str | None, joint: Sequence[tuple[int, int, FusedOpBase]] = ()
 ) -> tuple[list[_Returned], list[Refused]]:
     """What the functions of a pass return. Each of `joint` replaces the ops between its two indices in the list that they get."""
     current: list[Any] = list(ops)
@@ -348,7 +348,7 @@ def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Seq
     except Exception as error:
         _tell_of(error, f"{name}: expected a list of ops, got this error. It is a registered fusion.")
         raise
-    if not isinstance(returned, list | tuple) or not all(isinstance(op, Unit) for op in returned):
+    if not isinstance(returned, list | tuple) or not all(isinstance(op, OpBase) for op in returned):
         kinds = [type(op).__name__ for op in returned] if isinstance(returned, list | tuple) else type(returned).__name__
         raise TypeError(f"{name}: expected a list of fusible operations, got {kinds}. Return ops and FusedOperation objects.")
     covered = [basic for op in returned for basic in op.covered_ops()]
@@ -369,8 +369,8 @@ def _tell_of(error: Exception, text: str) -> None:
         error.add_note(text)
 
 
-def _check_directions(op: FusedUnit, pass_name: str, name: str) -> None:
+def _check_directions(op: FusedOpBase, pass_name: str, name: str) -> None:
     if pass_name in ("joint", "forward") and op._forward_prefix != "fuser":
         raise TypeError(f"{name}: expected {op._get_name()} with a forward, got none. Define fuser_forward, or fuser_forward_compute and fuser_forward_save_ctx.")
-    if pass_name in ("joint", "backward") and type(op).fuser_backward is FusedUnit.fuser_backward:
+    if pass_name in ("joint", "backward") and type(op).fuser_backward is FusedOpBase.fuser_backward:
         raise TypeError(f"{name}: expected {op._get_name()} with a backward, got none. Define fuser_backward.")

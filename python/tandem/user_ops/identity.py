@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tandem.ops.hooks import OF_A_MODULE
-from tandem.ops.places import names, views_stand_in
-from tandem.ops.plain import DEEPEST, State, tell, tell_plain
-from tandem.ops.unit import BasicUnit
+from tandem.op_base.base import BasicOpBase
+from tandem.op_base.hooks import OF_A_MODULE
+from tandem.op_base.places import names, views_stand_in
+from tandem.user_ops.plain import DEEPEST, State, tell, tell_plain
 
-_NO_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | frozenset(BasicUnit._VOLATILE) | {  # names that are not a user's attributes
+_NO_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | frozenset(BasicOpBase._VOLATILE) | {  # names that are not a user's attributes
     "_compiled_call_impl",
     "_deferred",
     "_device",
@@ -61,7 +61,7 @@ class _Identity(NamedTuple):
     objects: list[_Object]
 
 
-def identity(op: BasicUnit) -> str:
+def identity(op: BasicOpBase) -> str:
     """The text by which compiled code knows an op in this process. If the op's class declares `fuser_options`, it depends on the class and the values
     of these attributes, otherwise on the op's object and all its attributes. In both cases it also depends on the names of the operands,
     `training`, and the modules inside the op with their attributes and hooks."""
@@ -73,9 +73,9 @@ def identity(op: BasicUnit) -> str:
 
 
 @contextlib.contextmanager
-def own_code(ops: Iterable[BasicUnit]) -> Iterator[None]:
+def own_code(ops: Iterable[BasicOpBase]) -> Iterator[None]:
     """Keeps identities while the ops' own code is traced. Without this, an attribute that this code changes would cause a new trace at each call."""
-    known: list[tuple[BasicUnit, _Identity]] = [(op, op.__dict__["_identity"]) for op in ops if "_identity" in op.__dict__]
+    known: list[tuple[BasicOpBase, _Identity]] = [(op, op.__dict__["_identity"]) for op in ops if "_identity" in op.__dict__]
     known = [(op, before) for op, before in known if _tell(op)[0] == before.state]
     try:
         yield
@@ -85,7 +85,7 @@ def own_code(ops: Iterable[BasicUnit]) -> Iterator[None]:
             op.__dict__["_identity"] = _Identity(state, before.text, objects)
 
 
-def check_declared(op: BasicUnit) -> None:
+def check_declared(op: BasicOpBase) -> None:
     """Raises TypeError or ValueError if `fuser_options` of the op's class does not suffice to tell whether two ops are equal."""
     declared = vars(type(op)).get("fuser_options") or ()
     if not isinstance(declared, (tuple, list)):
@@ -100,7 +100,7 @@ def check_declared(op: BasicUnit) -> None:
             )
 
 
-def _tell(op: BasicUnit) -> tuple[State, list[_Object]]:
+def _tell(op: BasicOpBase) -> tuple[State, list[_Object]]:
     """The state of an op as JSON, and the objects that an identity must keep alive."""
     objects: list[_Object] = []
 
@@ -135,7 +135,7 @@ def _tell(op: BasicUnit) -> tuple[State, list[_Object]]:
     return state, objects
 
 
-def _declared(op: BasicUnit) -> list[str] | None:
+def _declared(op: BasicOpBase) -> list[str] | None:
     """The attributes that the op's own class declares, and those that are options of the library; None if the class declares none. A declaration
     of a base class does not count, because a subclass may have code that reads further attributes."""
     own = vars(type(op))

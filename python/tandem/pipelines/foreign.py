@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from tandem.ops.prepared import Prepared
-    from tandem.ops.unit import BasicUnit
+    from tandem.op_base.base import BasicOpBase
+    from tandem.pipelines.prepared import Prepared
 
 
 def has_own_product(weight: Any) -> bool:
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 class Pieces:
     """The pieces into which such weights divide a run, and the reasons for `explain`."""
 
-    def __init__(self, pieces: Sequence[Piece], products: Sequence[BasicUnit]) -> None:
+    def __init__(self, pieces: Sequence[Piece], products: Sequence[BasicOpBase]) -> None:
         self.pieces = pieces
         self.parts = [piece for piece in pieces if piece.run is not None]
         self.reasons = [f"{op._holder._get_name()} has a weight of type {type(op.weight).__name__}, which multiplies by itself" for op in products]

@@ -1,0 +1,1 @@
+"""What pipelines know of an op: its options, tensors, channels and directions."""

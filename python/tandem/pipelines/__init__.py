@@ -1,0 +1,1 @@
+"""Runs of ops as pipelines: preparation, pieces, calls and reports."""
