@@ -1,6 +1,6 @@
-# The three ways in. Each installs what is missing (scripts/setup.sh), builds what it needs and is not up to date, and runs.
+# The commands. Each installs what is missing (scripts/setup.sh), builds what it needs and is not up to date, and runs.
 #   make run   ARGS="..."                  tandem-train ARGS
-#   make test  CTEST_ARGS= PYTEST_ARGS=    all tests
+#   make test  CTEST_ARGS= PYTEST_ARGS=    tests; `make check-all` runs those marked long too
 #     as on other processors: TANDEM_MAX_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2 make test
 #   make bench ARGS="..."                  benchmarks/run.py ARGS
 #   make fuzz  MINUTES=10                  random pipelines against plain torch; prints its seeds (ARGS: python -m differential --help)

@@ -1,7 +1,8 @@
 """A backend of `torch.compile` that replaces parts of a model's graph by pipelines: `torch.compile(model, backend="tandem")`.
 
 Dynamo passes a graph of torch functions, before autograd. Four passes follow: `normalise` translates nodes into one small vocabulary, `match` finds rows of
-a table (`rows`) in the graph, `regions` chains them, and `place` replaces each chain by a pipeline. The model is unchanged: its parameters are operands.
+a table (`rows`) in the graph, `chains` joins them along the residual stream, and `place` replaces each chain by a pipeline. The model is unchanged:
+its parameters are operands.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tandem.backend.match import find
 from tandem.backend.normalise import checkpointed
 from tandem.backend.options import Options
 from tandem.backend.place import put
-from tandem.backend.regions import regions
+from tandem.backend.chains import chains
 from tandem.backend.report import Report, note, noting, warn_of_high_precision
 from tandem.backend.rest import runner
 
@@ -49,7 +50,7 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
 def _replace(graph: GraphModule, caller: Node | None, options: Options) -> Report:
     terms = prepare_losses(graph, kept_results(graph, caller, options.logits))
     found, left = find(graph, terms, options)
-    made = regions(found, terms, options.recipe_of)
+    made = chains(found, terms, options.recipe_of)
     report = Report(graph, terms, made, left)
     if options.require is not None and report.share < options.require:
         raise RuntimeError(

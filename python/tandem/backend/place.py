@@ -1,4 +1,4 @@
-"""Replaces the nodes of regions in a graph by calls of pipelines."""
+"""Replaces the nodes of chains in a graph by calls of pipelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem import _C, ops
 from tandem.backend import recompute
 from tandem.backend.normalise import Terms, tensors_of_model, users, value_of
 from tandem.backend.options import Options
-from tandem.backend.regions import Region
+from tandem.backend.chains import Chain
 from tandem.backend.rows import Op
 from tandem.backend.verify import Reference
 from tandem.state import compiled as compiled_state
@@ -27,17 +27,17 @@ FOLLOW_AUTOCAST = (ops.Linear, ops.LinearCrossEntropy, ops.Attention)  # torch c
 
 
 class Draft:
-    """The construction of a region's pipeline, and the nodes of the graph that are its operands and results."""
+    """The construction of a chain's pipeline, and the nodes of the graph that are its operands and results."""
 
-    def __init__(self, region: Region, terms: Terms, uses: Counter[tuple[Node, ...]]) -> None:
+    def __init__(self, chain: Chain, terms: Terms, uses: Counter[tuple[Node, ...]]) -> None:
         """`uses`: number of products so far, over the graph, by the tensors of the model from which their weights are computed."""
         self.steps: list[tuple[Op, list[str | None], tuple[str, bool] | None]] = []  # an op, the channels of its extra inputs and of its extra output
         self.extras: list[Node] = []
         self.ends: list[bool] = []  # for each extra: whether it holds the ends of groups
-        self.outs, self.device = [*region.last.outs], value_of(region.x).device
+        self.outs, self.device = [*chain.last.outs], value_of(chain.x).device
         self.heads: dict[int, Mapping[str, int]] = {}  # by index of an extra output with keys and values for other nodes: the options of its heads
-        inside, channels, count = region.nodes(), {}, 0
-        for at, found in enumerate(region.found):
+        inside, channels, count = chain.nodes(), {}, 0
+        for at, found in enumerate(chain.found):
             for op in found.ops:
                 if op.make is ops.Attention and found.kept:
                     self.heads[count], count = op.options, count + 1
@@ -48,18 +48,18 @@ class Draft:
                 self.extras += outside
                 self.ends += [op.has_ends] * len(outside)
                 self.steps.append((op, inputs, None))
-            if found is region.last:
+            if found is chain.last:
                 break
             (out,) = found.outs
             to_caller = any(terms.same(user) not in inside for user in users(out, terms))
-            if to_caller or any(out in op.extras for each in region.found[at + 1 :] for op in each.ops):
+            if to_caller or any(out in op.extras for each in chain.found[at + 1 :] for op in each.ops):
                 channels[out] = f"value{at}"
                 self.steps.append((Op(ops.MakeExtraOutput), [], (channels[out], to_caller)))
             if to_caller:
                 self.outs.append(out)
                 count += 1
         self.weights = [*dict.fromkeys(weight.node for op, _, _ in self.steps for _, weight in op.weights if weight.node is not None)]
-        self.operands = (region.x, *self.extras, *self.weights)
+        self.operands = (chain.x, *self.extras, *self.weights)
         self.read = [*self.weights]  # the weights, and the tensors of the model from which they are computed
         self.sites: dict[int, tuple[tuple[int, ...], int]] = {}  # by step of a product: indices of its tensors in `read`, and its number among their uses
         for at, (op, _, _) in enumerate(self.steps):
@@ -70,7 +70,7 @@ class Draft:
                 self.sites[at] = (tuple(map(self.read.index, tensors)), uses[tensors])
         parameters = {at for at, each in enumerate(self.weights) if isinstance(value_of(each), torch.nn.Parameter)}
         self.keys = sorted(parameters.union(*(tensors for tensors, _ in self.sites.values())))
-        self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(region.last.outs) > 1 else []
+        self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(chain.last.outs) > 1 else []
 
     def split(self, made: Any) -> Any:
         """The parts of the results of a pipeline, in the order and layout of `outs`."""
@@ -247,28 +247,28 @@ def _keys_and_values(x: torch.Tensor, num_heads: int, head_dim: int, num_kv_head
     return [part.clone(memory_format=torch.contiguous_format).transpose(1, 2) for part in parts]
 
 
-def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Options) -> list[Call]:
-    """Replaces the nodes of each region by a call of a pipeline, and returns the modules that are called."""
+def put(graph: GraphModule, found: Sequence[Chain], terms: Terms, options: Options) -> list[Call]:
+    """Replaces the nodes of each chain by a call of a pipeline, and returns the modules that are called."""
     calls, results = [], []
     uses: Counter[tuple[Node, ...]] = Counter()
-    for at, region in enumerate(found):
-        draft = Draft(region, terms, uses)
+    for at, chain in enumerate(found):
+        draft = Draft(chain, terms, uses)
         reference = None
         if options.verify:
-            depends = partial(terms.depends, on={*draft.operands, *region.nodes()})
-            reference = Reference(f"pipeline {at}, {region.description()}", draft.operands, draft.outs, depends)
-        call = Call(draft, region.recipe, options.memory_budget, reference)
+            depends = partial(terms.depends, on={*draft.operands, *chain.nodes()})
+            reference = Reference(f"pipeline {at}, {chain.description()}", draft.operands, draft.outs, depends)
+        call = Call(draft, chain.recipe, options.memory_budget, reference)
         graph.add_submodule(f"tandem_{at}", call)
         graph.__dict__[f"tandem_{at}"] = call  # found at once, where torch.nn.Module.__getattr__ would search
-        with graph.graph.inserting_before(region.last.outs[-1]):
-            node = graph.graph.call_module(f"tandem_{at}", (region.x, *draft.extras, *draft.read, *(reference.beside if reference else ())))
+        with graph.graph.inserting_before(chain.last.outs[-1]):
+            node = graph.graph.call_module(f"tandem_{at}", (chain.x, *draft.extras, *draft.read, *(reference.beside if reference else ())))
             items = [graph.graph.call_function(operator.getitem, (node, position)) for position in range(len(draft.outs))] if len(draft.outs) > 1 else [node]
         results += zip(draft.outs, items, strict=True)
         calls.append(call)
     for out, item in results:
         item.meta = dict(out.meta)
         out.replace_all_uses_with(item)
-    replaced = {node for region in found for node in region.nodes()}
+    replaced = {node for chain in found for node in chain.nodes()}
     for node in reversed(graph.graph.nodes):
         is_new = node not in terms.order  # a call of a pipeline, or one of its results
         if not node.users and (is_new or terms.same(node) in replaced or ((term := terms.of(node)) is not None and term.kind in ("transpose", "unsqueeze"))):
@@ -290,7 +290,7 @@ def is_result_of_call(node: Node, graph: GraphModule) -> bool:
 
 
 def _in_order(graph: GraphModule) -> None:
-    """Moves nodes so that each follows the nodes that it reads. A call stands where the last result of its region was, after readers of earlier results."""
+    """Moves nodes so that each follows the nodes that it reads. A call stands where the last result of its chain was, after readers of earlier results."""
     placed: set[Node] = set()
     opened: set[Node] = set()
     order: list[Node] = []

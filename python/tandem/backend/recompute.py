@@ -1,6 +1,7 @@
 """Parts of a graph that backward recomputes, with the random numbers and the recipe regions of forward.
 
-Dynamo's operator for them relies on AOTAutograd for both. Run as it is, it draws other random numbers, and recipes with state count two steps.
+Dynamo's operator for checkpoints leaves both to AOTAutograd, which does not run here. Run as it is, the operator would draw new random numbers, and
+recipes with state would count two steps.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tandem.backend.match import Left, module_of
 from tandem.backend.normalise import PRODUCTS, Terms, computed_of, is_of_model, value_of
 from tandem.backend.options import Options
 from tandem.backend.place import Call
-from tandem.backend.regions import WORTH_NO_PIPELINE, Region
+from tandem.backend.chains import WORTH_NO_PIPELINE, Chain
 from tandem.backend.rows import LOSS
 from tandem.pipelines.reporting import SKIPPED, is_skipped, runs_inside
 
@@ -48,13 +48,13 @@ class Piece(NamedTuple):
 class Report:
     """The report on one graph."""
 
-    def __init__(self, graph: GraphModule, terms: Terms, regions: Sequence[Region], left: Sequence[Left]) -> None:
-        inside = {node for region in regions for node in region.nodes()}
+    def __init__(self, graph: GraphModule, terms: Terms, chains: Sequence[Chain], left: Sequence[Left]) -> None:
+        inside = {node for chain in chains for node in chain.nodes()}
         products = products_of(graph, terms)
         reasons = {each.node: each for each in reversed(left) if each.row not in WORTH_NO_PIPELINE}
         self.number = next(_numbers)
         self.products, self.products_inside = len(products), sum(node in inside for node in products)
-        self.pieces = [_piece(region) for region in regions]
+        self.pieces = [_piece(chain) for chain in chains]
         self.left = [(each.row, _origin(each.node), each.reason) for each in reversed([*reasons.values()]) if each.node not in inside or each.row == LOSS]
         self.left += [("product", _origin(node), _NO_ROW) for node in products if node not in inside and node not in reasons]
         self.products_left = [(module_of(node), reasons[node].reason if node in reasons else _NO_ROW) for node in products if node not in inside]
@@ -119,9 +119,9 @@ def _inside_weight(node: Node, terms: Terms) -> set[Node] | None:
     return inside if not is_given and any(map(is_of_model, inside)) else None
 
 
-def _piece(region: Region) -> Piece:
-    made = tuple(op.make.__name__ for found in region.found for op in found.ops)
-    return Piece(made, tuple((found.row, tuple(map(_origin, found.outs))) for found in region.found))
+def _piece(chain: Chain) -> Piece:
+    made = tuple(op.make.__name__ for found in chain.found for op in found.ops)
+    return Piece(made, tuple((found.row, tuple(map(_origin, found.outs))) for found in chain.found))
 
 
 def _origin(node: Node) -> Origin:

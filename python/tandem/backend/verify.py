@@ -24,7 +24,7 @@ class Reference:
     """The nodes of a graph that compute `outs` from `operands` and from other nodes `beside`, such as sizes that are symbols."""
 
     def __init__(self, name: str, operands: Sequence[Node], outs: Sequence[Node], depends: Callable[[Node], bool]) -> None:
-        """`depends`: whether a node is an operand or a node of the region, or is computed from one."""
+        """`depends`: whether a node is an operand or a node of the chain, or is computed from one."""
         self.name = name
         self.kept: dict[int, int] = {}  # bytes of each storage that the graph kept for backward, by address
         needed = {*computed_of(outs, lambda node: _reads(node) if depends(node) and node not in operands else ())}

@@ -94,8 +94,8 @@ class BasicOperation(BasicOpBase, FusibleOperation):
 class FusedOperation(FusedOpBase, FusibleOperation):
     """A fused op, which replaces several basic ops and owns no state. Fusion functions return such ops.
 
-    A subclass defines a forward (`fuser_forward`, or `fuser_forward_compute` and `fuser_forward_save_ctx`), `fuser_backward`, or both,
-    as the pass for which its function is registered needs them.
+    A subclass for a forward fusion defines a forward (`fuser_forward`, or `fuser_forward_compute` and `fuser_forward_save_ctx`), one for a backward
+    fusion `fuser_backward`, and one for a joint fusion both.
     """
 
     def forward(

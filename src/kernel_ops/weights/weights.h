@@ -1,5 +1,6 @@
 // The codes of weights, cached in workspaces: which codes serve a weight, and when and why they are
-// requantized. All rules are here.
+// requantized. weight_workspace.cpp has the rule which workspace holds the codes, weight_signs.cpp
+// the rule whether they serve.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
