@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 
+from tandem.recipe import scaling
 from tandem.recipe.base import Format, MMParams, QParams, Recipe
 from tandem.recipe.custom import _factories, CustomRecipe, QuantizerRole
 from tandem.recipe.delayed import _with_functions, DelayedScaling
-from tandem.recipe.scaling import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tandem.recipe.scaling import *  # noqa: F403
 
 __all__ = [
     "CustomRecipe",
     "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
     "Format",
     "MMParams",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
     "QParams",
     "QuantizerRole",
     "Recipe",
 ]
-
-_RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+__all__ += scaling.__all__
 
 
 def recipe_from_json(text: str) -> Recipe:
@@ -38,9 +34,9 @@ def recipe_from_json(text: str) -> Recipe:
         values["backward_override"] = None
     if (function := values.pop("quantizers", "")) in _factories:
         return CustomRecipe(_factories[function], **values)
-    known = {recipe._name: recipe for recipe in _RECIPES}
+    known = {each: recipe for each, recipe in Recipe._known.items() if recipe is not CustomRecipe}
     if name not in known:
-        raise ValueError(f"recipe: expected one of {', '.join(known)}, got {name!r}. Use the version of tandem that wrote it.")
+        raise ValueError(f"recipe: expected one of {', '.join(sorted(known))}, got {name!r}. Use the version of tandem that wrote it.")
     return known[name](**{field: Format[value] if field == "fp8_format" else value for field, value in values.items()})
 
 

@@ -97,12 +97,14 @@ class Recipe:
 
     fp8_format: Format
     _name: ClassVar[str] = ""  # the library's name of the recipe, which subclasses of a recipe inherit
+    _known: ClassVar[dict[str, type[Recipe]]] = {}  # all recipes by that name
     _rows: ClassVar[tuple[_Row, ...]]
     _only_defaults: ClassVar[tuple[tuple[str, object], ...]] = ()  # TransformerEngine's arguments that accept only their default here
 
     def __init_subclass__(cls) -> None:
         if Recipe in cls.__bases__:
             cls._name, rows = cls.__name__, json.loads(_C.recipe_signature(cls.__name__))
+            Recipe._known[cls.__name__] = cls
             cls._rows = tuple([_Row(*[row[name] for name in _Row._fields]) for row in rows])
 
     def __post_init__(self) -> None:

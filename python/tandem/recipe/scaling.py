@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from tandem.recipe.base import Format, MMParams, QParams, Recipe
 
+__all__ = ["Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"]
+
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
