@@ -38,6 +38,24 @@ def test_explain(x):
     assert len(json.loads(tandem.explain(own, "json"))) == 1
 
 
+def test_explain_tells_which_fusions_were_made_and_refused(x):
+    own = compiled(Decoder(1))
+    own(x.requires_grad_()).sum().backward()
+    made = "\n    fused: add_rms_norm, linear_glu, rms_norm_backward_add\n    refused rms_norm_backward_add at 11.rms_norm.backward + add: "
+    assert made in tandem.explain(own)
+
+
+def test_explain_after_a_first_call_that_failed(x, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    own = compiled(Decoder(1))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tandem.ops.Sequential, "forward", interrupted)
+        own(x)
+    assert "pipeline 0: RMSNorm" in tandem.explain(own) and "fused" not in tandem.explain(own)
+
+
 def test_verify_tells_what_the_graph_would_keep(x):
     """The graph keeps what goes into the unit and what comes out of it; operands count for neither."""
     model = nn.Sequential(linear(), nn.SiLU(), linear())

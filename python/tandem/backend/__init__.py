@@ -1,8 +1,7 @@
 """A backend of `torch.compile` that replaces parts of a model's graph by pipelines: `torch.compile(model, backend="tandem")`.
 
 Dynamo passes a graph of torch functions, before autograd. Four passes follow: `normalise` translates nodes into one small vocabulary, `match` finds rows of
-a table (`rows`) in the graph, `chains` joins them along the residual stream, and `place` replaces each chain by a pipeline. The model is unchanged:
-its parameters are operands.
+a table (`rows`), `chains` joins them along the residual stream, and `place` replaces each chain by a pipeline. Parameters of the model are operands.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from torch.fx import GraphModule, Node
 
 from tandem.backend import recompute
 from tandem.backend.autocast import ends_autocast, note_autocast
+from tandem.backend.chains import chains
 from tandem.backend.loss import kept_results, prepare_losses
 from tandem.backend.match import find
 from tandem.backend.normalise import checkpointed
 from tandem.backend.options import Options
 from tandem.backend.place import put
-from tandem.backend.chains import chains
 from tandem.backend.report import Report, note, noting, warn_of_high_precision
 from tandem.backend.rest import runner
 

@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 
 from tandem import _C, ops
 from tandem.backend import recompute
+from tandem.backend.chains import Chain
 from tandem.backend.normalise import Terms, tensors_of_model, users, value_of
 from tandem.backend.options import Options
-from tandem.backend.chains import Chain
 from tandem.backend.rows import Op
 from tandem.backend.verify import Reference
 from tandem.state import compiled as compiled_state
@@ -202,9 +202,13 @@ class Call(torch.nn.Module):
             raise RuntimeError(f"tandem: expected results of dtypes {self.dtypes}, as in the graph, got {got}. Exclude their modules, and report it.")
         self.dtypes = []
 
+    def first(self) -> list[Made]:
+        """The pipeline that was called first, as an example of the others; none before the first call."""
+        return list(self.made.values())[:1]
+
     def kept(self) -> str:
         """A text: the bytes that the last call with gradients kept for backward and, with `verify`, the bytes that the graph kept."""
-        bytes_kept = [made.pipeline.saved_bytes() for made in list(self.made.values())[:1]]
+        bytes_kept = [made.pipeline.saved_bytes() for made in self.first()]
         before = [sum(self.reference.kept.values())] if self.reference is not None and self.reference.kept else []
         return "; keeps " + " of ".join(f"{each:,}" for each in (*bytes_kept, *before)) + " bytes for backward" if bytes_kept else ""
 

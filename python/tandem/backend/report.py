@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import itertools
 import warnings
@@ -14,11 +15,11 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tandem import ops
+from tandem.backend.chains import WORTH_NO_PIPELINE, Chain
 from tandem.backend.match import Left, module_of
 from tandem.backend.normalise import PRODUCTS, Terms, computed_of, is_of_model, value_of
 from tandem.backend.options import Options
 from tandem.backend.place import Call
-from tandem.backend.chains import WORTH_NO_PIPELINE, Chain
 from tandem.backend.rows import LOSS
 from tandem.pipelines.reporting import SKIPPED, is_skipped, runs_inside
 
@@ -77,6 +78,7 @@ class Report:
         for at, (piece, call) in enumerate(itertools.zip_longest(self.pieces, self.calls)):  # there are no calls yet if `require` is not met
             lines.append(f"  pipeline {at}: {', '.join(piece.ops)}{'' if call is None else call.kept()}")
             lines += [f"    {row:<34} {' | '.join(map(str, origins))}" for row, origins in piece.rows]
+            lines += [f"    {line}" for line in (() if call is None else _fusions(call))]
         lines += [f"  left: {row} of {origin}: {reason}" for row, origin, reason in self.left]
         return "\n".join(lines)
 
@@ -90,7 +92,7 @@ class Report:
                 for row, origins in piece.rows
                 for origin in origins
             )
-            plans = [made.pipeline.explain("html") for made in list(call.made.values())[:1]]
+            plans = [made.pipeline.explain("html") for made in call.first()]
             plan = f"<details><summary>plan</summary>{''.join(plans)}</details>" if plans else ""
             parts.append(f"<section><h4>pipeline {at}: {boxes}{call.kept()}</h4><table>{rows}</table>{plan}</section>")
         left = "".join(f"<li>{html.escape(f'{row} of {origin}: {reason}')}</li>" for row, origin, reason in self.left)
@@ -117,6 +119,15 @@ def _inside_weight(node: Node, terms: Terms) -> set[Node] | None:
     inside = {*computed_of([weight])}
     is_given = any(each.op == "placeholder" and isinstance(value_of(each), torch.Tensor) and not is_of_model(each) for each in inside)
     return inside if not is_given and any(map(is_of_model, inside)) else None
+
+
+def _fusions(call: Call) -> Iterator[str]:
+    """The fusions that a pipeline of a call has made, and those that were refused, each with its reason."""
+    for pipeline in (made.pipeline for made in call.first()):
+        with contextlib.suppress(ValueError):  # its only call has failed
+            lines = [line.strip() for line in pipeline.explain().splitlines()]
+            yield f"fused: {', '.join(pipeline.fusions_made()) or 'nothing'}"
+            yield from dict.fromkeys(line for line in lines if line.startswith("refused "))
 
 
 def _piece(chain: Chain) -> Piece:
@@ -160,14 +171,8 @@ def note(graph: GraphModule, report: Report) -> None:
 
 
 def warn_of_high_precision(reports: Sequence[Report], options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:
-    """Warns once for each compiled model of products outside of pipelines that the recipe should quantize. Excluded products do not count.
-
-    Args:
-        reports: the reports on the checkpointed parts of a graph and on the graph.
-        options: the options of the model.
-        inputs: example operands of the graph.
-        given: the mapping that the options were read from, one object for all graphs of a compiled model.
-    """
+    """Warns once for each compiled model of products outside of pipelines that the recipe should quantize. Excluded products do not count. `reports` are
+    those on a graph and its checkpointed parts, `inputs` its example operands; `options` were read from `given`, one object for all graphs of a model."""
     left = [each for report in reports for each in report.products_left if not options.excludes(each[0]) and options.recipe_of(each[0]) is not None]
     if not left or id(given) in [*_warned.values()]:
         return

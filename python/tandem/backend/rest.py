@@ -28,8 +28,7 @@ def runner(graph: GraphModule, compiler: str) -> Callable[..., Any]:
 
 
 def _pieces(graph: GraphModule) -> dict[Node, int]:
-    """The number of the piece to which each node belongs. A call of a pipeline, a node that changes state and a node that Inductor cannot compile are each a
-    piece."""
+    """The number of each node's piece. A call of a pipeline, and a node that changes state or that Inductor cannot compile, is a piece by itself."""
     numbers: dict[Node, int] = {}
     number, is_alone = 0, False
     for node in graph.graph.nodes:

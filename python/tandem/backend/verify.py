@@ -14,7 +14,6 @@ from tandem.backend.normalise import computed_of
 
 # Allowed difference relative to the largest element: a pipeline rounds once per step, the graph once per operation.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
 _NOISE = 16  # allowed difference in units of rounding of the largest gradient
 _ADVICE = "Exclude its module, and report the model."
 _DROPOUTS = (torch.nn.functional.dropout, torch.dropout)
@@ -42,14 +41,8 @@ class Reference:
         self.graph = GraphModule(torch.nn.Module(), graph)
 
     def compare(self, call: Callable[..., Any], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], beside: Sequence[Any]) -> None:
-        """Raises AssertionError if a result or a gradient of a pipeline differs by more than the rounding of its dtype.
-
-        Args:
-            call: a function that runs the pipeline on operands like `given`.
-            given: the operands without the weights.
-            weights: the weights.
-            beside: the values of the nodes `self.beside`.
-        """
+        """Raises AssertionError if a result or a gradient of a pipeline differs by more than the rounding of its dtype. `call` runs the pipeline on
+        operands like `given`, which are those without the weights; `beside` are the values of the nodes `self.beside`."""
         # Contexts of the caller, such as a checkpoint that counts saved tensors, must not see this run, nor may it change their random numbers.
         with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given}

@@ -15,8 +15,8 @@ def explain(module: torch.nn.Module, format: str = "text", profile: Any = None) 
     """A report of the plans for a container, an op, a module or a model, with the reasons for fusions and refusals.
 
     For a container see `tandem.ops.Sequential.explain`. For any other module the report contains all pipelines that its calls have planned, under the
-    names of their modules. For a model that the backend of `torch.compile` runs, the text shows lines of source beside their pipelines, and what was
-    left; "html" and "json" add the plan of each pipeline.
+    names of their modules. For a model that the backend of `torch.compile` runs, the text shows lines of source beside their pipelines, the fusions
+    that were made and refused, and what was left; "html" and "json" add the plan of each pipeline.
 
     Args:
         module: the container, op, module or model, which has been called.
