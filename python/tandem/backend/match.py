@@ -53,12 +53,7 @@ class Left(NamedTuple):
 
 def find(graph: GraphModule, terms: Terms, options: Options) -> tuple[dict[Node, list[Found]], list[Left]]:
     """The matches by their last nodes, and the matches that stay in the graph. A sum has two, one for each operand as x. No node belongs to two rows.
-
-    Args:
-        graph: a graph from Dynamo.
-        terms: the terms of the graph.
-        options: options of the backend: they exclude modules, and products of one x are joined if they have one recipe.
-    """
+    `options` exclude modules; products of one x are joined if they have one recipe."""
     found: dict[Node, list[Found]] = {}
     left: list[Left] = []
     taken: set[Node] = set()
@@ -148,7 +143,8 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms, r
         dtype = torch.promote_types(dtype, value_of(made[0].extras[0]).dtype)
     if made[0].make is not ops.Linear and value_of(node).dtype != dtype:  # a product's result has the dtype of autocast
         return f"its result is {value_of(node).dtype}, that of the op {dtype}"
-    if not made[0].weights and memory_of(x) in terms.written_for_others:
+    # Of an x that is not contiguous torch's product keeps a copy for backward; a contiguous x it keeps itself, and raises an error after a write.
+    if memory_of(x) in terms.written_for_others and not (made[0].weights and value_of(x).is_contiguous()):
         return "some other operation writes to its x, which backward may read"
     if any(memory_of(extra) in terms.written_for_others for op in made if op.make is ops.Modulate for extra in op.extras):
         return "some other operation writes to its factor or shift, which backward may read"
