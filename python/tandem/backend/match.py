@@ -143,8 +143,9 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms, r
         dtype = torch.promote_types(dtype, value_of(made[0].extras[0]).dtype)
     if made[0].make is not ops.Linear and value_of(node).dtype != dtype:  # a product's result has the dtype of autocast
         return f"its result is {value_of(node).dtype}, that of the op {dtype}"
-    # Of an x that is not contiguous torch's product keeps a copy for backward; a contiguous x it keeps itself, and raises an error after a write.
-    if memory_of(x) in terms.written_for_others and not (made[0].weights and value_of(x).is_contiguous()):
+    # torch's products keep a contiguous x for backward, and raise an error after a write; a strided x they copy, and norms may keep results instead.
+    is_kept = made[0].make in (ops.Linear, ops.GroupedLinear, ops.LinearCrossEntropy) and value_of(x).is_contiguous()
+    if memory_of(x) in terms.written_for_others and not is_kept and (not made[0].weights or value_of(node).requires_grad):
         return "some other operation writes to its x, which backward may read"
     if any(memory_of(extra) in terms.written_for_others for op in made if op.make is ops.Modulate for extra in op.extras):
         return "some other operation writes to its factor or shift, which backward may read"
