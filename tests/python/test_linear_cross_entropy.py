@@ -119,6 +119,18 @@ def test_an_ignored_row_has_no_gradient_whatever_the_upstream_gradient_is(reduct
     assert not grad[1].any() and not grad[3].any() and torch.equal(grad.isfinite(), wanted.isfinite())
 
 
+def test_large_logits_do_not_cancel():
+    """Nor where the formula in torch's operations runs: in float64, and under transforms."""
+    torch.manual_seed(0)
+    targets = torch.randint(10, (64,))
+    for dtype, offset, smoothing in ((torch.float64, 1e12, 0.0), (torch.float64, -1e12, 0.1), (torch.float32, 1e6, 0.0)):
+        x, op = torch.randn(64, 10, dtype=dtype) + offset, ops.CrossEntropy(label_smoothing=smoothing)
+        losses = [op(x, targets), torch.func.vmap(op)(x.view(8, 8, 10), targets.view(8, 8)).mean()]
+        torch.testing.assert_close(losses, [F.cross_entropy(x, targets, label_smoothing=smoothing)] * 2)
+    far = torch.tensor([[1e30, 1e30, -1e30, 0.0], [torch.inf, 0.0, 0.0, 0.0], [-torch.inf, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(ops.CrossEntropy(reduction="none")(far, torch.tensor([0, 1, 1])), F.cross_entropy(far, torch.tensor([0, 1, 1]), reduction="none"), equal_nan=True)
+
+
 def test_class_weights_that_sum_to_zero_give_the_nan_of_torch():
     weights, targets = torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0, 1, -100])
     logits = torch.randn(3, 3, requires_grad=True)

@@ -5,6 +5,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/index_select.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
@@ -14,6 +15,7 @@
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tanh.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
@@ -175,7 +177,8 @@ Specs<6> LinearCrossEntropy::shapes(const Args& args) {
 namespace {
 
 /// What the reference needs of each row, over all classes: logsumexp(z), z and the weight of the
-/// target, the sum of w z, and, if best is wanted, the largest z and its class.
+/// target, the sum of w z, each for z less a shift, and, if best is wanted, the largest z and its
+/// class.
 struct OfRows {
   Tensor all, target, target_weight, weighted, largest, best;
 };
@@ -237,11 +240,16 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   const double e = args.label_smoothing,
                on_each = e / (are_shared ? static_cast<double>(shared->all)
                                          : static_cast<double>(own.guard_int(__FILE__, __LINE__)));
+  // Logits relative to their logsumexp, rounded, so that large ones do not cancel in the losses.
+  Tensor shift = at::logsumexp(z, 1);
+  if (are_shared) shift = at::logsumexp(shared->gathered(shift), 0);
+  shift = at::where(at::isfinite(shift), shift, 0);
+  const Tensor near = z - shift.unsqueeze(1);
   OfRows of{
-      .all = at::logsumexp(z, 1),
-      .target = z.gather(1, at_targets).squeeze(1).masked_fill(elsewhere, 0),
+      .all = at::logsumexp(near, 1),
+      .target = near.gather(1, at_targets).squeeze(1).masked_fill(elsewhere, 0),
       .target_weight = weights.index_select(0, at_targets.squeeze(1)).masked_fill(elsewhere, 0),
-      .weighted = e != 0 ? (z * weights).sum(1) : at::zeros_like(local, z.options()),
+      .weighted = e != 0 ? (near * weights).sum(1) : at::zeros_like(local, z.options()),
       .largest = {},
       .best = {}};
   if (mask[best]) std::tie(of.largest, of.best) = z.max(1);
@@ -250,7 +258,8 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   const Tensor all_weights =
       are_shared ? at::full({}, shared->all_weights, z.options()) : weights.sum();
   const Tensor on_target = of.target_weight * (1 - e);
-  Tensor losses = on_target * (of.all - of.target) + args.z_loss * of.all * of.all;
+  const Tensor all = of.all + shift;
+  Tensor losses = on_target * (of.all - of.target) + args.z_loss * all * all;
   if (e != 0) losses = losses + on_each * (all_weights * of.all - of.weighted);
   losses = losses.masked_fill(ignored, 0);
   const Tensor total = of.target_weight.sum();
@@ -270,7 +279,7 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   if (!wants_gradients(mask)) return results;
   // `shares`: the factor of the softmax over all classes. The softmax over this rank's classes is
   // exp(of.all - own_sum) times as large.
-  const Tensor shares = on_target + on_each * all_weights + (2 * args.z_loss) * of.all;
+  const Tensor shares = on_target + on_each * all_weights + (2 * args.z_loss) * all;
   const Tensor scale = are_shared ? shares * (own_sum - of.all).exp() : shares;
   Tensor of_z = at::softmax(z, 1) * scale.unsqueeze(1);
   if (e != 0) of_z = of_z - on_each * weights;
