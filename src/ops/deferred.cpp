@@ -6,6 +6,7 @@
 #include <cstring>
 #include <sstream>
 
+#include "core/overlap.h"
 #include "kernel_ops/framework/memory.h"
 #include "kernel_ops/grouped/grouped.h"
 
@@ -116,6 +117,9 @@ void add_left_grad_weight(at::TensorList left, const Tensor& target, bool accumu
                     "backward_dw: expected main_grad of the weight's shape ",
                     at::IntArrayRef(sizes), " without a gradient of its own, got ", target.sizes(),
                     ", requires_grad=", target.requires_grad(), ". Allocate it with torch.zeros.");
+  TORCH_CHECK_VALUE(!overlap(target, left[kX]),
+                    "backward_dw: expected memory of its own for main_grad, got that of x, which ",
+                    "is read while it is written. Allocate it by itself.");
   kernel_ops::grad_weight_of_codes(operands.grad_y, operands.x, target, accumulate);
 }
 

@@ -1,6 +1,5 @@
 #include "ops/grouped_linear.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
 #include "core/json_fields.h"
@@ -34,16 +33,7 @@ Tensor target_of(Call& call, const char* name, bool is_gradient, at::IntArrayRef
       ", ", given.scalar_type(), ", on ", given.device(),
       given.is_contiguous() ? "" : ", not contiguous",
       given.requires_grad() ? ", that requires grad" : "", ". Allocate it with torch.empty.");
-  for (const Value value : call.step().reads) {
-    if (!exists(value)) continue;
-    for (const Tensor& read : call.frame().tensors(value)) {
-      const bool shares = read.defined() && read.is_alias_of(given) &&
-                          at::get_overlap_status(read, given) != at::MemOverlapStatus::No;
-      TORCH_CHECK_VALUE(!shares, "grouped_linear: expected memory of its own for ", name,
-                        ", got that of ", call.frame().type(value).name,
-                        ", which is read while it is written. Allocate it with torch.empty.");
-    }
-  }
+  check_own_memory(call, "grouped_linear", name, given);
   at::TensorImpl* impl = given.unsafeGetTensorImpl();
   impl->bump_version();  // nothing else does so below autograd
   // A leaf keeps a gradient that nobody else holds as its `grad`, which later gradients are added

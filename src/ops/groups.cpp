@@ -174,7 +174,7 @@ void check_features(const Call& call, c10::SymIntArrayRef x, size_t list,
                     "reshape x.");
 }
 
-void check_main_grads(const Call& call, const GroupedLinearOptions& options, const c10::SymInt& out,
+void check_main_grads(Call& call, const GroupedLinearOptions& options, const c10::SymInt& out,
                       const c10::SymInt& in, size_t first) {
   c10::SymDimVector sizes{out, in};
   if (options.packed_weight) sizes.insert(sizes.begin(), static_cast<int64_t>(options.num_groups));
@@ -189,6 +189,7 @@ void check_main_grads(const Call& call, const GroupedLinearOptions& options, con
                       "a gradient of its own, got ",
                       main_grad.toString(), " with requires_grad=", main_grad.requires_grad(),
                       ". Allocate it with torch.zeros.");
+    check_own_memory(call, "grouped_linear", "main_grad", main_grad);
   }
 }
 

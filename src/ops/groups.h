@@ -92,7 +92,7 @@ bool wants_any(const Call& call, size_t list);
 
 /// Checks the main_grads among the step's mutations from `first` on. Throws c10::ValueError unless
 /// each has the shape of its weight [out, in].
-void check_main_grads(const Call& call, const GroupedLinearOptions& options, const c10::SymInt& out,
+void check_main_grads(Call& call, const GroupedLinearOptions& options, const c10::SymInt& out,
                       const c10::SymInt& in, size_t first = 0);
 /// Returns the main_grad of a group's weight.
 at::Tensor main_grad_of_group(const Call& call, const GroupedLinearOptions& options, size_t group,

@@ -42,6 +42,7 @@ void linear_accumulate(Call& call) {
                     "gradient of its own, got ",
                     main_grad.toString(), " with requires_grad=", main_grad.requires_grad(),
                     ". Allocate it with torch.zeros.");
+  check_own_memory(call, "linear", "main_grad", main_grad);
   product_into(call, {grad_y, true}, {x}, main_grad, !options.overwrite_main_grad);
   if (call.path() == Path::direct)
     main_grad.unsafeGetTensorImpl()->bump_version();  // nothing else does so below autograd

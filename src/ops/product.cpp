@@ -9,6 +9,7 @@
 
 #include <cmath>
 
+#include "core/overlap.h"
 #include "kernel_ops/elementwise/elementwise.h"
 #include "kernel_ops/framework/shapes.h"
 #include "kernel_ops/product/codes_product.h"
@@ -302,6 +303,19 @@ void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool
     put(at::mm(left, right));
   } else {
     target.addmm_(left, right, /*beta=*/accumulate ? 1 : 0, alpha);
+  }
+}
+
+void check_own_memory(Call& call, const char* op, const char* name, const at::Tensor& target) {
+  if (call.path() != Path::direct || !kernel_ops::is_plain(target)) return;
+  for (const Value value : call.step().reads) {
+    if (!exists(value)) continue;
+    for (const at::Tensor& read : call.frame().tensors(value)) {
+      TORCH_CHECK_VALUE(!read.defined() || !overlap(target, read), op,
+                        ": expected memory of its own for ", name, ", got that of ",
+                        call.frame().type(value).name,
+                        ", which is read while it is written. Allocate it by itself.");
+    }
   }
 }
 

@@ -53,6 +53,10 @@ bool multiplies_by(double alpha);
 void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool accumulate,
                   double alpha = 1);
 
+/// Throws c10::ValueError if the step writes `target`, a tensor of the caller, while it reads a
+/// tensor that shares elements with it; not where the step computes in its own memory and copies.
+void check_own_memory(Call& call, const char* op, const char* name, const at::Tensor& target);
+
 /// Returns the sizes of y = x W^T: the sizes of x with the rows of W as the last one.
 c10::SymDimVector output_sizes(const at::Tensor& x, const at::Tensor& weight);
 

@@ -202,6 +202,30 @@ def test_a_main_grad_of_another_shape_is_told() -> None:
         linear(torch.ones(2, 4)).sum().backward()
 
 
+def test_a_main_grad_in_memory_that_backward_reads_is_refused() -> None:
+    memory, x = torch.randn(4, 4), torch.randn(4, 4)
+    text = r"expected memory of its own for main_grad, got that of {}, which is read while it is written\. Allocate it by itself"
+    linear = ops.Linear(4, 4, bias=False, accumulate_into_main_grad=True)
+    for main_grad, named in ((memory.detach(), r"grad of 0\.basic_linear\.y"), (torch.from_numpy(x.numpy()), "x")):
+        linear.weight.main_grad, before = main_grad, main_grad.clone()
+        with pytest.raises(ValueError, match=f"linear: {text.format(named)}"):
+            linear(x).backward(memory)
+        assert torch.equal(main_grad, before)
+    flat = torch.zeros(4, 8)  # columns beside those of x share none of its elements
+    linear.weight.main_grad, apart = flat[:, :4], flat[:, 4:].copy_(x)
+    linear(apart).backward(memory)
+    torch.testing.assert_close(flat[:, :4], memory.t() @ x)
+    grouped = ops.GroupedLinear(2, 4, 4, bias=False, accumulate_into_main_grad=True)
+    grouped.weight0.main_grad, grouped.weight1.main_grad = torch.zeros(4, 4), memory.detach()
+    with pytest.raises(ValueError, match=f"grouped_linear: {text.format('.*grad of .*')}"):
+        grouped(x, torch.tensor([1, 3])).backward(memory)
+    delayed = ops.BasicLinear(4, 4, accumulate_into_main_grad=True, delay_wgrad_compute=True)
+    delayed.weight.main_grad = x.detach()
+    delayed(x).backward(memory)
+    with pytest.raises(ValueError, match=f"backward_dw: {text.format('x')}"):
+        delayed.backward_dw()
+
+
 def test_transforms_refuse() -> None:
     linear = ops.Linear(4, 4, accumulate_into_main_grad=True)
     linear.weight.main_grad = torch.zeros(4, 4)
