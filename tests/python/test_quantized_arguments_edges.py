@@ -66,11 +66,13 @@ def processes(tmp_path_factory):
     return results
 
 
+@pytest.mark.long
 def test_compile_caches_tell_who_wants_a_gradient_and_sizes_and_dtypes(processes):
     for result in processes:
         assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.long
 def test_what_caches_know_a_tensor_by_means_the_same_in_every_process(processes):
     made = [tandem.quantize(torch.randn(4, 64), quantizer)._stable_hash_for_caching() for quantizer in (MXFP8, CURRENT)]
     assert [result.stdout.strip() for result in processes] == [str(made)] * 2 and made[0] != made[1]
