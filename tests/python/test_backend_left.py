@@ -170,3 +170,23 @@ def test_sums_promote(own, added, told):
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(*(torch.autograd.grad(each.sum(), product.weight)[0] for each in (y, want)))
     assert ("AddExtraInput" in told[0]) == (added != torch.int64)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (lambda h: (LINEAR(h), h.clamp_(-1, 1)))(x.mT.contiguous().mT * 2)[0],
+        lambda x: (lambda h: (F.rms_norm(h, (SIZE,), LINEAR.bias) + LINEAR(x), h.mul_(2)))(x.detach() * 2)[0],
+    ],
+    ids=["a product of strided rows", "a norm of rows that want no gradient"],
+)
+def test_rows_that_are_written_before_backward(told, function):
+    """torch keeps a copy of the former, and of the latter what the norm has computed, so that code may write to them."""
+    given, gradients = torch.randn(2, 5, SIZE), []
+    for call in (tandem.compile(function), function):
+        x = given.clone().requires_grad_()
+        LINEAR.zero_grad()
+        call(x).sum().backward()
+        gradients.append((x.grad, LINEAR.weight.grad, LINEAR.bias.grad))
+    torch.testing.assert_close(*gradients)
+    assert "some other operation writes to its x, which backward may read" in told[0]
