@@ -1,6 +1,6 @@
 // The codes of weights, cached in workspaces: which codes serve a weight, and when and why they are
-// requantized. weight_workspace.cpp has the rule which workspace holds the codes, weight_signs.cpp
-// the rule whether they serve.
+// requantized. weight_workspace.cpp decides which workspace holds the codes of a weight, and
+// weight_signs.cpp whether these codes are still those of the weight.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
