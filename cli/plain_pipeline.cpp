@@ -7,7 +7,6 @@
 #include <ATen/ops/rms_norm.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <unordered_map>
 
 #include "front/describe.h"
@@ -25,7 +24,7 @@ constexpr std::string_view kFunctionsOfTorch[] = {"linear",  "rms_norm",       "
 /// with numbers and for interleaved halves.
 std::string activation_of(const OpDef& def, const OpText& text) {
   if ((def.family != "activation" && def.family != "glu") || !text.arguments.empty()) return {};
-  const Options options = def.parse(def, nlohmann::json::object());
+  const Options options = def.parse(def, {});
   const std::string& function = static_cast<const ops::ActivationOptions*>(options.get())->function;
   return function.find(':') == std::string::npos ? function : "";
 }

@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -20,7 +21,8 @@ namespace {
 /// The name of a channel, or None.
 using Channel = std::optional<std::string>;
 
-OpEntry op_entry(std::string op, std::string label, std::string options, std::vector<size_t> params,
+OpEntry op_entry(std::string op, std::string label,
+                 const std::map<std::string, OptionValue>& options, std::vector<size_t> params,
                  std::vector<size_t> joins, std::vector<size_t> main_grads, size_t deferred,
                  size_t given, const std::vector<Channel>& extra_inputs,
                  const std::vector<std::pair<Channel, bool>>& extra_outputs, bool in_place,
@@ -28,7 +30,7 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
                  std::string instance, bool recompute, bool keeps_dtype) {
   OpEntry entry{.op = std::move(op),
                 .label = std::move(label),
-                .options = std::move(options),
+                .options = {options.begin(), options.end()},
                 .params = std::move(params),
                 .joins = std::move(joins),
                 .main_grads = std::move(main_grads),
@@ -52,10 +54,10 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
 void bind_description(py::module_& module) {
   py::class_<OpEntry>(module, "OpEntry")
       .def(py::init(&op_entry), py::kw_only(), py::arg("op"), py::arg("label") = "",
-           py::arg("options") = "{}", py::arg("params") = std::vector<size_t>(),
-           py::arg("joins") = std::vector<size_t>(), py::arg("main_grads") = std::vector<size_t>(),
-           py::arg("deferred") = 0, py::arg("given") = 0,
-           py::arg("extra_inputs") = std::vector<Channel>(),
+           py::arg("options") = std::map<std::string, OptionValue>(),
+           py::arg("params") = std::vector<size_t>(), py::arg("joins") = std::vector<size_t>(),
+           py::arg("main_grads") = std::vector<size_t>(), py::arg("deferred") = 0,
+           py::arg("given") = 0, py::arg("extra_inputs") = std::vector<Channel>(),
            py::arg("extra_outputs") = std::vector<std::pair<Channel, bool>>(),
            py::arg("in_place") = false, py::arg("state") = py::none(), py::arg("instance") = "",
            py::arg("recompute") = false, py::arg("keeps_dtype") = false);

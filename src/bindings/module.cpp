@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -456,12 +458,13 @@ PYBIND11_MODULE(_C, module) {
                         bool training, int masks) { return self.verify(inputs, training, masks); });
   module.def(
       "quantize_slots",
-      [](const std::string& op, const std::string& options) {
-        const SlotCount slots = quantize_slots(op_def(op), options);
+      [](const std::string& op, const std::map<std::string, OptionValue>& options) {
+        const SlotCount slots =
+            quantize_slots(op_def(op), OptionValues(options.begin(), options.end()));
         return std::pair(slots.forward, slots.backward);
       },
-      py::arg("op"), py::arg("options") = "",
-      "How many tensors a recipe quantizes for an op with these options (JSON), by direction.");
+      py::arg("op"), py::arg("options") = std::map<std::string, OptionValue>(),
+      "How many tensors a recipe quantizes for an op with these options, by direction.");
   module.def("resized_history", &resized_history);
   module.def("decomposable_ops", &kernel_ops::decomposable_ops,
              "Names of the kernel ops that have a composition of torch's operations.");

@@ -336,7 +336,7 @@ void python_backward(Call& call) {
   }
 }
 
-Options parse_python(const OpDef& def, const nlohmann::json& options);
+Options parse_python(const OpDef& def, const OptionValues& options);
 
 bool is_shape(const ResultDef& result) { return result.kind == ResultDef::shape; }
 
@@ -358,11 +358,14 @@ PythonOptions::Counts counts_of(const OpDef& def, const void* options) {
 }
 
 /// The definition determines how many operands the op has.
-Options parse_python(const OpDef& def, const nlohmann::json& options) {
+Options parse_python(const OpDef& def, const OptionValues& options) {
   auto parsed = std::make_shared<PythonOptions>();
-  Fields fields(options, "op options");
-  fields.at("key");
-  fields.get("key", parsed->key, limits::kTextBytes).finish();
+  const auto* key = options.size() == 1 && options[0].first == "key"
+                        ? std::get_if<std::string>(&options[0].second)
+                        : nullptr;
+  TORCH_CHECK_VALUE(key != nullptr, "op options: expected a text \"key\" alone, got ",
+                    options.size(), " options. Descriptions are made by the fronts.");
+  parsed->key = *key;
   parsed->ops.push_back(counts_of(def, nullptr));
   return parsed;
 }

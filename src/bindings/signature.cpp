@@ -62,9 +62,9 @@ std::string signature_of(const std::string& name) {
   for (const ParamDef& param : def.params) params.push_back(param_json(param));
   Names extra_inputs(def.inputs.begin() + 1, def.inputs.end());
   if (def.absent_inputs != nullptr) {
-    json options = json::object();
+    OptionValues options;
     for (const OptionDef& option : def.signature.options())
-      options[std::string(option.name)] = json_of(option.otherwise);
+      options.emplace_back(option.name, option.otherwise);
     extra_inputs.resize(extra_input_count(def, def.signature.parse(name, options).get()));
   }
   json drawn = json::array();

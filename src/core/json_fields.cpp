@@ -15,13 +15,6 @@ using nlohmann::json;
 
 constexpr size_t kQuotedCharacters = 120;
 
-/// Whether the value is an integer in the range of int64_t.
-bool is_integer(const json& value) {
-  return value.is_number_unsigned()
-             ? value.get<uint64_t>() <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max())
-             : value.is_number_integer();
-}
-
 bool is_finite(const json& value) {
   return value.is_number() && std::isfinite(value.get<double>());
 }
@@ -74,6 +67,21 @@ size_t depth_of(std::string_view text) {
 }
 
 }  // namespace
+
+bool is_int64(const json& value) {
+  return value.is_number_unsigned()
+             ? value.get<uint64_t>() <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max())
+             : value.is_number_integer();
+}
+
+bool is_utf8(const std::string& text) {
+  try {
+    json(text).dump();
+    return true;
+  } catch (const json::type_error&) {
+    return false;
+  }
+}
 
 json parse_json(std::string_view text, std::string_view what) {
   TORCH_CHECK_VALUE(text.size() <= limits::kTextBytes, what, ": expected JSON of at most ",
@@ -141,7 +149,7 @@ Fields& Fields::get(const char* name, uint64_t& value) {
 Fields& Fields::get(const char* name, int64_t& value, int64_t least, int64_t greatest) {
   const json* member = find(name);
   if (member == nullptr) return *this;
-  if (!is_integer(*member) || member->get<int64_t>() < least || member->get<int64_t>() > greatest)
+  if (!is_int64(*member) || member->get<int64_t>() < least || member->get<int64_t>() > greatest)
     refuse(name, "an integer from " + std::to_string(least) + " to " + std::to_string(greatest),
            *member);
   value = member->get<int64_t>();
@@ -178,7 +186,7 @@ Fields& Fields::get(const char* name, std::vector<int64_t>& value, size_t most, 
   return list(name, value, most,
               "an integer from " + std::to_string(least) + " to " + std::to_string(greatest),
               [&](const json& entry) {
-                return is_integer(entry) && entry.get<int64_t>() >= least &&
+                return is_int64(entry) && entry.get<int64_t>() >= least &&
                        entry.get<int64_t>() <= greatest;
               });
 }

@@ -35,6 +35,12 @@ TANDEM_API std::string shown(std::string_view text);
 /// Returns a quotation of a JSON value for errors, in the form of `shown`.
 TANDEM_API std::string shown_json(const nlohmann::json& value);
 
+/// Whether the value is an integer in the range of int64_t.
+bool is_int64(const nlohmann::json& value);
+
+/// Whether JSON can hold the text.
+TANDEM_API bool is_utf8(const std::string& text);
+
 /// Parses `text`. Throws c10::ValueError, in the name of `what`, where it is no JSON, holds a
 /// number that overflows, or exceeds `limits::kTextBytes` or `limits::kDepth`.
 TANDEM_API nlohmann::json parse_json(std::string_view text, std::string_view what);

@@ -181,9 +181,9 @@ struct OpDef {
   bool has_composite = true;
   /// Returns the length of a list operand. An op with lists needs it.
   size_t (*list_length)(const void* options, std::string_view operand) = nullptr;
-  /// Replaces the parser of `signature` where options are not what a user wrote. Throws
+  /// Replaces `signature.parse` where the struct of options differs from what a user writes. Throws
   /// c10::ValueError for a bad option.
-  Options (*parse)(const OpDef& definition, const nlohmann::json& options) = nullptr;
+  Options (*parse)(const OpDef& definition, const OptionValues& options) = nullptr;
 };
 
 /// Returns the index of a name in a list, or npos.
@@ -267,8 +267,7 @@ struct SlotCount {
   int64_t forward = 0, backward = 0;
 };
 TANDEM_API SlotCount quantize_slots(const OpDef& definition, const void* options);
-/// Takes the options as JSON; an empty text means the default options.
-TANDEM_API SlotCount quantize_slots(const OpDef& definition, std::string_view options);
+TANDEM_API SlotCount quantize_slots(const OpDef& definition, const OptionValues& options);
 
 /// Adds a definition, which must outlive every plan.
 ///

@@ -261,10 +261,9 @@ SlotCount quantize_slots(const OpDef& definition, const void* options) {
   return count;
 }
 
-SlotCount quantize_slots(const OpDef& definition, std::string_view options) {
+SlotCount quantize_slots(const OpDef& definition, const OptionValues& options) {
   if (definition.groups == nullptr) return quantize_slots(definition, nullptr);
-  const auto given = options.empty() ? nlohmann::json::object() : nlohmann::json::parse(options);
-  return quantize_slots(definition, definition.signature.parse(definition.name, given).get());
+  return quantize_slots(definition, definition.signature.parse(definition.name, options).get());
 }
 
 }  // namespace tandem

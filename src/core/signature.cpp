@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <sstream>
 
 #include "core/json_fields.h"
@@ -35,46 +34,35 @@ bool is_shape(const std::vector<int64_t>& sizes) {
   return sizes.size() <= limits::kDimensions;
 }
 
-std::optional<int64_t> whole(const json& value) {
-  const bool is_large = value.is_number_unsigned() &&
-                        value.get<uint64_t>() > uint64_t{std::numeric_limits<int64_t>::max()};
-  if (!value.is_number_integer() || is_large) return std::nullopt;
-  return value.get<int64_t>();
+/// A value for errors. JSON has no NaN and no infinity.
+std::string shown_option(const OptionValue& value) {
+  const auto* number = std::get_if<double>(&value);
+  if (number != nullptr && !std::isfinite(*number)) return std::to_string(*number);
+  return shown_json(json_of(value));
 }
 
-/// Whether JSON has the type of an option; `to` receives the value.
+/// Whether a value has the type of an option, or is a whole number for a number; `to` receives it.
 struct Reads {
-  const json& from;
+  const OptionValue& from;
 
-  bool operator()(bool& to) const {
-    if (!from.is_boolean()) return false;
-    to = from.get<bool>();
-    return true;
-  }
   bool operator()(double& to) const {
-    if (!from.is_number()) return false;
-    to = from.get<double>();
+    const auto* whole = std::get_if<int64_t>(&from);
+    to = whole != nullptr                       ? static_cast<double>(*whole)
+         : std::holds_alternative<double>(from) ? std::get<double>(from)
+                                                : std::nan("");
     return std::isfinite(to);
   }
-  bool operator()(int64_t& to) const {
-    const auto value = whole(from);
-    to = value.value_or(0);
-    return value.has_value();
-  }
   bool operator()(std::string& to) const {
-    if (!from.is_string()) return false;
-    to = from.get<std::string>();
-    return to.size() <= limits::kNameBytes;
-  }
-  bool operator()(std::vector<int64_t>& to) const {
-    if (!from.is_array()) return false;
-    to.clear();
-    for (const json& entry : from) {
-      const auto size = whole(entry);
-      if (!size) return false;
-      to.push_back(*size);
-    }
+    const auto* text = std::get_if<std::string>(&from);
+    if (text == nullptr || text->size() > limits::kNameBytes || !is_utf8(*text)) return false;
+    to = *text;
     return true;
+  }
+  template <typename T>
+  bool operator()(T& to) const {
+    const auto* value = std::get_if<T>(&from);
+    if (value != nullptr) to = *value;
+    return value != nullptr;
   }
 };
 
@@ -86,7 +74,7 @@ std::string expected(const OptionDef& option) {
   if (std::holds_alternative<bool>(option.otherwise)) return "true or false";
   if (!check.words.empty()) return "one of " + quoted(check.words);
   if (std::holds_alternative<std::string>(option.otherwise))
-    return "a text of at most " + std::to_string(limits::kNameBytes) + " bytes";
+    return "a text of at most " + std::to_string(limits::kNameBytes) + " bytes in UTF-8";
   if (std::holds_alternative<std::vector<int64_t>>(option.otherwise))
     return "at most " + std::to_string(limits::kDimensions) +
            " sizes >= 0, one of which may be -1, of a product below 2^63";
@@ -121,21 +109,57 @@ json json_of(const OptionValue& value) {
   return std::visit([](const auto& alternative) { return json(alternative); }, value);
 }
 
-Options Signature::parse(std::string_view op, const json& options) const {
-  Fields fields(options, std::string(op));
+json json_of(const OptionValues& options) {
+  json object = json::object();
+  for (const auto& [name, value] : options) object[name] = json_of(value);
+  return object;
+}
+
+OptionValues options_from_json(std::string_view op, const json& object) {
+  TORCH_CHECK_VALUE(object.is_object() || object.is_null(), op, ": expected a JSON object, got ",
+                    shown_json(object), ". Pass {} for the defaults.");
+  OptionValues options;
+  for (const auto& [name, value] : object.items()) {
+    OptionValue& option = options.emplace_back(name, OptionValue()).second;
+    if (value.is_boolean())
+      option = value.get<bool>();
+    else if (is_int64(value))
+      option = value.get<int64_t>();
+    else if (value.is_number())
+      option = value.get<double>();
+    else if (value.is_string())
+      option = value.get<std::string>();
+    else if (value.is_array() && std::ranges::all_of(value, is_int64))
+      option = value.get<std::vector<int64_t>>();
+    else
+      TORCH_CHECK_VALUE(false, op, ": expected option ", shown(name), " to be true, false, ",
+                        "a number, a text or a list of whole numbers, got ", shown_json(value),
+                        ". Correct it.");
+  }
+  return options;
+}
+
+Options Signature::parse(std::string_view op, const OptionValues& options) const {
+  std::vector<std::string> known;
   const auto made = make_();
   for (const OptionDef& option : options_) {
-    const std::string name(option.name);
-    const json* given =
-        option.check.is_required ? &fields.at(name.c_str()) : fields.find(name.c_str());
-    if (given == nullptr) continue;
+    const std::string& name = known.emplace_back(option.name);
+    const auto given = std::ranges::find(options, name, &OptionValues::value_type::first);
+    TORCH_CHECK_VALUE(given != options.end() || !option.check.is_required, op,
+                      ": expected a field \"", name, "\", got none in ",
+                      shown_json(json_of(options)), ". Add it.");
+    if (given == options.end()) continue;
+    TORCH_CHECK_VALUE(std::ranges::count(options, name, &OptionValues::value_type::first) == 1, op,
+                      ": expected option ", name, " once, got it twice. Leave one out.");
     OptionValue value = option.otherwise;
-    TORCH_CHECK_VALUE(std::visit(Reads{*given}, value) && allows(option, value), op,
+    TORCH_CHECK_VALUE(std::visit(Reads{given->second}, value) && allows(option, value), op,
                       ": expected option ", name, " to be ", expected(option), ", got ",
-                      shown_json(*given), ". ", name, ": ", option.doc, ".");
+                      shown_option(given->second), ". ", name, ": ", option.doc, ".");
     option.set(made.get(), value);
   }
-  fields.finish();
+  for (const auto& [name, value] : options)
+    TORCH_CHECK_VALUE(std::ranges::find(known, name) != known.end(), op, ": expected one of ",
+                      json(known).dump(), ", got \"", shown(name), "\". Remove it.");
   return made;
 }
 

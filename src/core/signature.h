@@ -1,5 +1,5 @@
 // The options of an op, each with a type, a default, a check and a line of documentation. They are
-// written once, in the op's definition; the parser of descriptions, the fronts and docs/ops.md
+// written once, in the op's definition; the reader of descriptions, the fronts and docs/ops.md
 // follow it.
 #pragma once
 
@@ -113,8 +113,8 @@ class TANDEM_API Signature {
   const std::type_info* type() const { return type_; }
 
   /// Returns the struct of options. Throws c10::ValueError, in the name of `op`, for an unknown
-  /// option, a missing one, and a value that its check refuses.
-  Options parse(std::string_view op, const nlohmann::json& options) const;
+  /// option, one that is missing or given twice, and a value that its check refuses.
+  Options parse(std::string_view op, const OptionValues& options) const;
 
   /// Converts a struct of type `type` to options. Throws c10::TypeError, in the name of `op`, where
   /// the signature has another struct.
@@ -133,6 +133,11 @@ TANDEM_API std::string expected(const OptionDef& option);
 TANDEM_API bool allows(const OptionDef& option, const OptionValue& value);
 
 TANDEM_API nlohmann::json json_of(const OptionValue& value);
+nlohmann::json json_of(const OptionValues& options);
+
+/// Reads the members of an object as options; null counts as {}. Throws c10::ValueError, in the
+/// name of `op`, for a value of no option's type, such as null or a list of texts.
+TANDEM_API OptionValues options_from_json(std::string_view op, const nlohmann::json& object);
 
 /// A size from which the shapes of parameters are built. The code that creates an op passes it; it
 /// is no option, because the parameters show it.

@@ -3,11 +3,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cmath>
-#include <nlohmann/json.hpp>
 #include <optional>
 
-#include "core/json_fields.h"
 #include "planner/description.h"
 
 namespace tandem {
@@ -22,27 +19,6 @@ std::vector<Binding> bindings(const std::vector<Channel>& channels) {
 
 }  // namespace
 
-std::string options_text(const std::string& op, const OptionValues& options) {
-  using nlohmann::json;
-  json written = json::object();
-  for (const auto& [name, value] : options) {
-    const auto* number = std::get_if<double>(&value);
-    TORCH_CHECK_VALUE(number == nullptr || std::isfinite(*number), op, ": expected option ", name,
-                      " to be a finite number, got ", *number, ". Give another one.");
-    TORCH_CHECK_VALUE(!written.contains(name), op, ": expected option ", name,
-                      " once, got it twice. Leave one out.");
-    written[name] = json_of(value);
-    try {
-      json{name, written[name]}.dump();
-    } catch (const json::type_error&) {
-      const auto* text = std::get_if<std::string>(&value);
-      TORCH_CHECK_VALUE(false, op, ": expected options in UTF-8, got \"",
-                        shown(text != nullptr ? *text : name), "\". Encode it so.");
-    }
-  }
-  return written.dump();
-}
-
 bool is_set(const OptionValues& options, std::string_view name) {
   return std::ranges::any_of(options, [&](const auto& option) {
     return option.first == name && option.second == OptionValue(true);
@@ -53,8 +29,7 @@ size_t weights_of(const BasicOp& basic) {
   if (!basic.joins.empty()) return basic.joins[0];
   const OpDef& def = op_def(basic.name);
   if (def.params.empty() || !is_list(def.params[0].name)) return 1;
-  const auto options = parse_json(options_text(basic.name, basic.options), basic.name);
-  return def.list_length(def.signature.parse(def.name, options).get(), def.params[0].name);
+  return def.list_length(def.signature.parse(def.name, basic.options).get(), def.params[0].name);
 }
 
 DescribedOps describe(const std::vector<Op>& ops) {
@@ -73,7 +48,7 @@ DescribedOps describe(const std::vector<Op>& ops) {
                       [](const auto& option) { return option.first == kAccumulateIntoMainGrad; });
       OpEntry& entry = entries.emplace_back(OpEntry{
           .op = basic.name,
-          .options = options_text(basic.name, options),
+          .options = options,
           .joins = basic.joins,
           .given = size_t{is_set(options, kWritesOutput)} + is_set(options, kWritesGradInput),
           .extra_inputs = bindings(basic.extra_inputs),

@@ -23,10 +23,6 @@ inline constexpr const char* kDelayWgrad = "delay_wgrad";
 inline constexpr const char* kWritesOutput = "writes_output";
 inline constexpr const char* kWritesGradInput = "writes_grad_input";
 
-/// Returns the options of an op as JSON. Throws c10::ValueError for an option that is given twice
-/// and for a value that JSON cannot hold: a number that is not finite, a text that is not UTF-8.
-std::string options_text(const std::string& op, const OptionValues& options);
-
 /// The description of a list of ops, and what the pipeline's module needs beside it.
 struct DescribedOps {
   /// The "ops" array of a description.

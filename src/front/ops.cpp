@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <nlohmann/json.hpp>
 
 #include "core/json_fields.h"
 #include "core/op_def.h"
@@ -169,12 +168,6 @@ std::vector<ParameterSpec> parameters_of(const OpDef& def, const std::vector<int
   return specs;
 }
 
-/// Throws where a pipeline would refuse the options later.
-void check_options(const OpDef& def, const OptionValues& options) {
-  def.signature.parse(def.name,
-                      nlohmann::json::parse(options_text(std::string(def.name), options)));
-}
-
 }  // namespace
 
 OptionValues option_values(const std::string& name, const std::type_info& type,
@@ -186,7 +179,7 @@ Op op(const std::string& name, const std::vector<std::pair<std::string, int64_t>
       const OptionValues& options) {
   const OpDef& def = op_def(name);
   const std::vector<int64_t> checked = checked_sizes(def, sizes);
-  check_options(def, options);
+  def.signature.parse(def.name, options);  // throws where a pipeline would refuse them later
   Op made{name, {}, parameters_of(def, checked, options)};
   BasicOp& basic = made.basic_ops.emplace_back(BasicOp{name, options});
   for (size_t i = 0; i < made.parameters.size(); ++i) basic.parameters.push_back(i);
@@ -328,7 +321,7 @@ Op grouped_linear(int64_t in_features, int64_t out_features, const GroupedLinear
   Op made{name, {}, {}};
   BasicOp& basic = made.basic_ops.emplace_back(
       BasicOp{name, option_values(name, typeid(GroupedLinearOptions), &options)});
-  check_options(def, basic.options);
+  def.signature.parse(def.name, basic.options);
   const auto sizes =
       checked_sizes(def, {{"in_features", in_features}, {"out_features", out_features}});
   const auto add = [&](const char* parameter, bool is_packed, std::vector<int64_t> shape,
@@ -354,7 +347,7 @@ Op loss(const std::string& name, const std::vector<std::pair<std::string, int64_
   Op made{name, {}, {}};
   BasicOp& basic = made.basic_ops.emplace_back(
       BasicOp{name, option_values(name, typeid(LinearCrossEntropyOptions), &options)});
-  check_options(def, basic.options);
+  def.signature.parse(def.name, basic.options);
   const auto sizes = checked_sizes(def, given);
   const int64_t classes = sizes.back();
   if (sizes.size() == 2)

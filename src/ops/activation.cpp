@@ -47,7 +47,7 @@ std::string shortest(double number) {
 }
 
 /// Returns the name of the op's function with the values of the numeric options.
-Options parse(const OpDef& def, const nlohmann::json& given) {
+Options parse(const OpDef& def, const OptionValues& given) {
   const Options options = def.signature.parse(def.name, given);
   const Applied& applied = *std::ranges::find(kApplied, def.name, &Applied::op);
   std::string function(applied.function);

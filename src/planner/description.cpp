@@ -88,7 +88,7 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
   op.get("label", label);
   node.label = std::to_string(index) + "." + label;
   const json* options = op.find("options");
-  const json none = json::object(), &given = options != nullptr ? *options : none;
+  const OptionValues given = options_from_json(def.name, options == nullptr ? json() : *options);
   node.options =
       def.parse != nullptr ? def.parse(def, given) : def.signature.parse(def.name, given);
   const OpKind& operands = *node.kind;
@@ -174,12 +174,9 @@ void write_bindings(json& entry, const char* field, const std::vector<Binding>& 
   for (const Binding& binding : bindings) {
     json& slot = written.emplace_back();
     if (binding.channel.empty()) continue;
-    try {
-      json(binding.channel).dump();
-    } catch (const json::type_error&) {
-      TORCH_CHECK_VALUE(false, op.op, ": expected a channel named in UTF-8, got \"",
-                        shown(binding.channel), "\". Rename it.");
-    }
+    TORCH_CHECK_VALUE(is_utf8(binding.channel), op.op,
+                      ": expected a channel named in UTF-8, got \"", shown(binding.channel),
+                      "\". Rename it.");
     slot["channel"] = binding.channel;
     if (!binding.to_caller) slot["to_caller"] = false;
   }
@@ -284,8 +281,14 @@ std::string write_ops(const std::vector<OpEntry>& ops) {
     TORCH_CHECK_VALUE(op.joins.empty() || op.main_grads.empty(), written.size(), ".", op.op,
                       ": expected no main_grad of a parameter that is several tensors, got one. "
                       "Return its gradient, or give one tensor.");
+    for (const auto& [name, value] : op.options)
+      if (const auto* text = std::get_if<std::string>(&value))
+        TORCH_CHECK_VALUE(is_utf8(*text), op.op, ": expected options in UTF-8, got ", name, " \"",
+                          shown(*text), "\". Encode it so.");
     json& entry = written.emplace_back(json{{"op", op.op}, {"params", op.params}});
-    entry["options"] = parse_json(op.options, op.op + ": options");
+    entry["options"] = json_of(op.options);
+    TORCH_CHECK_VALUE(entry["options"].size() == op.options.size(), op.op,
+                      ": expected each option once, got one twice. Leave one out.");
     if (!op.label.empty()) entry["label"] = op.label;
     if (!op.joins.empty()) entry["joins"] = op.joins;
     if (const auto& own = buffers[written.size() - 1]; !own.empty()) entry["buffers"] = own;

@@ -119,8 +119,7 @@ struct OpEntry {
   std::string op;
   /// The name in `explain` and errors; empty: `op`.
   std::string label = {};
-  /// The options as JSON.
-  std::string options = "{}";
+  OptionValues options = {};
   std::vector<size_t> params = {}, joins = {};
   /// The parameters, as positions in the pipeline's list, whose gradient backward adds to a
   /// main_grad.
@@ -143,7 +142,7 @@ TANDEM_API void check_memory_budget(double bytes_per_row);
 /// parameter that an op names, in the order of the ops; then the deferred tensors of each op; then
 /// its given tensors.
 ///
-/// Throws: c10::ValueError if options are no JSON, if a channel's name is not UTF-8, which JSON
+/// Throws: c10::ValueError for a channel, an option or another text that is not UTF-8, which JSON
 ///         cannot hold, and for a main_grad of a parameter that is several tensors.
 TANDEM_API std::string write_ops(const std::vector<OpEntry>& ops);
 

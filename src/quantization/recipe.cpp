@@ -379,11 +379,9 @@ const Signature& recipe_signature(std::string_view name) {
 nlohmann::json to_json(const Recipe& recipe) {
   return std::visit(
       []<typename R>(const R& each) {
-        nlohmann::json fields;
+        nlohmann::json fields =
+            json_of(signature_of<R>().values(Rules<R>::kName, typeid(R), &each));
         fields["name"] = Rules<R>::kName;
-        for (const auto& [name, value] :
-             signature_of<R>().values(Rules<R>::kName, typeid(R), &each))
-          fields[name] = json_of(value);
         return fields;
       },
       recipe);
@@ -393,8 +391,8 @@ std::optional<Recipe> recipe_from_json(const nlohmann::json& recipe) {
   if (recipe.is_null()) return std::nullopt;
   std::string name;
   Fields(recipe, "recipe").get("name", name);
-  nlohmann::json fields = recipe;
-  fields.erase("name");
+  OptionValues fields = options_from_json(name, recipe);
+  std::erase_if(fields, [](const auto& field) { return field.first == "name"; });
   std::optional<Recipe> parsed;
   with_named(name, [&]<typename R>(std::type_identity<R>) {
     parsed = *std::static_pointer_cast<const R>(signature_of<R>().parse(name, fields));

@@ -54,7 +54,8 @@ TEST(Signatures, AreReadIntoTheirStruct) {
                              {"label", &Cut::label, "what explain shows"},
                              {"shape", &Cut::shape, "of y"}}};
   const auto read = [&](const char* text) {
-    const Options options = signature.parse("cut", nlohmann::json::parse(text));
+    const Options options =
+        signature.parse("cut", options_from_json("cut", nlohmann::json::parse(text)));
     return *static_cast<const Cut*>(options.get());
   };
   const Cut otherwise = read("{}");
@@ -81,14 +82,18 @@ TEST(Signatures, AreReadIntoTheirStruct) {
   refused(R"({"is_open": 1})", "cut: expected option is_open to be true or false, got 1");
   refused(R"({"side": "top"})",
           "expected option side to be one of \"left\", \"right\", got \"top\"");
-  refused(R"({"label": 3})", "expected option label to be a text of at most 1024 bytes, got 3");
+  refused(R"({"label": 3})",
+          "expected option label to be a text of at most 1024 bytes in UTF-8, got 3");
+  refused(R"({"label": null})",
+          "cut: expected option label to be true, false, a number, a text or a list of whole "
+          "numbers, got null. Correct it.");
   refused(R"({"shape": [-1, -1]})",
           "expected option shape to be at most 64 sizes >= 0, one of which may be -1, of a product "
           "below "
           "2^63, got [-1,-1]");
   refused(R"({"width": 3})", "cut: expected one of [\"share\",\"count\"");
   const Signature needed{Cut{}, {{"count", &Cut::count, required(), "of cuts"}}};
-  EXPECT_THAT([&] { needed.parse("cut", nlohmann::json::object()); },
+  EXPECT_THAT([&] { needed.parse("cut", {}); },
               ThrowsText<c10::ValueError>("cut: expected a field \"count\", got none in {}"));
 }
 

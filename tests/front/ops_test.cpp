@@ -80,7 +80,7 @@ TEST(OpsErrors, OptionsThatCannotBeWritten) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   EXPECT_THAT([=] { ops::constant_scale(nan); },
               ThrowsText<c10::ValueError>("constant_scale: expected option factor to be a finite "
-                                          "number, got nan. Give another one."));
+                                          "number, got nan. factor: "));
   EXPECT_THAT(
       ([] {
         ops::op("dropout", {}, {{"p", 0.1}, {"p", 0.2}});
@@ -89,8 +89,8 @@ TEST(OpsErrors, OptionsThatCannotBeWritten) {
   EXPECT_THAT(([] {
                 ops::op("all_reduce", {}, {{"group", std::string("\xff")}, {"size", int64_t{2}}});
               }),
-              ThrowsText<c10::ValueError>("all_reduce: expected options in UTF-8, got \"",
-                                          "\". Encode it so."));
+              ThrowsText<c10::ValueError>("all_reduce: expected option group to be a text of at "
+                                          "most 1024 bytes in UTF-8, got "));
 }
 
 TEST(OpsErrors, NormsHaveAShape) {

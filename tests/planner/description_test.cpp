@@ -41,7 +41,7 @@ TEST(Description, IsReadAsItWasWritten) {
                     .in_place = true,
                     .instance = "one"};
   const OpEntry product{.op = "basic_linear",
-                        .options = R"({"accumulate_into_main_grad": true})",
+                        .options = {{"accumulate_into_main_grad", true}},
                         .params = {2},
                         .main_grads = {2},
                         .state = StateSlots{1, 2, 3}};
@@ -111,8 +111,15 @@ TEST(DescriptionErrors, JoinedParameters) {
 }
 
 TEST(DescriptionErrors, WhatCannotBeWritten) {
-  EXPECT_THAT(([] { write_ops({{.op = "gelu", .options = "{\"a\": NaN}"}}); }),
-              ThrowsText<c10::ValueError>("gelu: options: expected JSON, got "));
+  EXPECT_THAT(([] {
+                write_ops({{.op = "all_reduce", .options = {{"group", std::string("\xff")}}}});
+              }),
+              ThrowsText<c10::ValueError>("all_reduce: expected options in UTF-8, got group \"",
+                                          "\". Encode it so."));
+  EXPECT_THAT(([] {
+                write_ops({{.op = "dropout", .options = {{"p", 0.1}, {"p", 0.2}}}});
+              }),
+              ThrowsText<c10::ValueError>("dropout: expected each option once, got one twice. "));
   EXPECT_THAT(([] { write_ops({{.op = "bias", .extra_inputs = {{.channel = "\xff"}}}}); }),
               ThrowsText<c10::ValueError>("bias: expected a channel named in UTF-8, got \""));
 }
@@ -335,7 +342,11 @@ TEST(DescriptionErrors, BadOptions) {
       parsing({R"(dropout {"options": {"p": 2}})"}),
       ThrowsText<c10::ValueError>("dropout: expected option p to be a number from 0 to 1, got 2",
                                   "p: the share that becomes zero"));
-  for (const char* shape : {"[-1, -1]", "[-2]", "[4294967296, 4294967296]", "[1.5]", "3"})
+  EXPECT_THAT(
+      parsing({R"(reshape {"options": {"shape": [1.5]}})"}),
+      ThrowsText<c10::ValueError>("reshape: expected option shape to be true, false, a number, "
+                                  "a text or a list of whole numbers, got [1.5]"));
+  for (const char* shape : {"[-1, -1]", "[-2]", "[4294967296, 4294967296]", "3"})
     EXPECT_THAT(
         parsing({R"(reshape {"options": {"shape": )" + std::string(shape) + "}}"}),
         ThrowsText<c10::ValueError>("reshape: expected option shape to be at most 64 sizes >= 0, "

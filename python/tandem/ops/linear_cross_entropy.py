@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any, Literal, overload
 
 import torch
@@ -27,16 +26,16 @@ _OPERANDS = {
 @constant_while_traced
 def _description(kind: str, parameters: int, group: Any, **options: bool | int | float | str) -> str:
     before, _, size = collectives("linear_cross_entropy", None if group is None else "column", group, sequence_parallel=False)
-    parts = () if size == 1 else tuple([(part._kind, json.dumps(part._options())) for part in before])
+    parts = () if size == 1 else tuple([(part._kind, tuple(part._options().items())) for part in before])
     return _written(kind, parameters, parts, **options, **({} if size == 1 else shared_classes(group)))
 
 
 @functools.cache
-def _written(kind: str, parameters: int, before: tuple[tuple[str, str], ...], **options: bool | int | float | str) -> str:
+def _written(kind: str, parameters: int, before: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...], **options: bool | int | float | str) -> str:
     named = {option.name: option for option in signature_of(kind).options}
     checked = {name: named[name].checked("linear_cross_entropy", name, value) for name, value in options.items()}
-    loss = _C.OpEntry(op=kind, params=[*range(parameters)], options=json.dumps(checked))
-    return description_of([*[_C.OpEntry(op=name, options=own) for name, own in before], loss])
+    loss = _C.OpEntry(op=kind, params=[*range(parameters)], options=checked)
+    return description_of([*[_C.OpEntry(op=name, options=dict(own)) for name, own in before], loss])
 
 
 @overload

@@ -310,7 +310,7 @@ class Prepared:
                 _C.OpEntry(
                     op=kind,
                     label=label,
-                    options=json.dumps(options),
+                    options=options,
                     params=self._params[index] + self._buffers[index] if buffers else self._params[index],
                     joins=list(op._joins),
                     main_grads=absorbed,
