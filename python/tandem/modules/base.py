@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -69,67 +69,57 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
     """A module of products, with or without a norm before them."""
 
     sequence_parallel = Fixed()
+    _result_bias: ClassVar[str]  # the name of the last product's bias
 
-    def _build(
-        self,
-        parts: Parts,
-        *,
-        bias: bool,
-        return_bias: bool,
-        inits: Mapping[str, Init | None],
-        result_bias: tuple[str, Rows],
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Takes ops that lie on the meta device, and creates their parameters as parameters of this module.
-
-        Args:
-            parts: the ops that a call runs, in order.
-            inits: the function that draws each weight, or each part of a weight, by its name; None: `draw`.
-            result_bias: the name of the last product's bias, and the rows of its parts. With `return_bias` no op adds it.
-        """
+    def _construct(self, given: Mapping[str, Any]) -> None:
+        """Builds the module from the arguments of its constructor, by name."""
         name = self._get_name()
-        self.use_bias, self.return_bias = flag(name, "bias", bias), flag(name, "return_bias", return_bias)
-        self._inits = dict(inits)
-        self._result_bias, rows = result_bias
+        check_one_value(name, given)
+        check_group(name, given["tp_group"], given["tp_size"])
+        torch.nn.Module.__init__(self)
+        self.get_rng_state_tracker, self.rng_tracker_name = given["get_rng_state_tracker"], given.get("rng_tracker_name")
+        self.name = given["name"]
+        self.use_bias, self.return_bias = flag(name, "bias", given["bias"]), flag(name, "return_bias", given["return_bias"])
         self._joined_rows: dict[str, Rows] = {}
-        taken = [(part, {own: self._take(part, own, ours, device, dtype) for own, ours in names.items()}) for part, names in parts]
+        parts = self._parts(given)
+        taken = [(part, {own: self._take(part, own, ours, given["device"]) for own, ours in names.items()}) for part, names in parts]
         if not self.use_bias and self._result_bias not in self._parameters:
             self._lack(self._result_bias, "bias=False", "bias=True")
-        if self.use_bias and self.return_bias:  # no op has this bias as its parameter
-            for each, size in rows.items():
-                self._make(each, torch.Size([size]), device, dtype)
-            self._note_parts(self._result_bias, rows)
+        if self.use_bias and self.return_bias:  # no op adds this bias
+            taken.pop()
         rows_of_parts = {each: size for parts in self._joined_rows.values() for each, size in parts.items()}
         self._join({operand: tuple(each) for operand, each in self._joined_rows.items()}, rows_of_parts)
         self._own([(part, self._names_in_owner(part, names)) for part, names in taken])
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = given["fuse_wgrad_accumulation"], given["delay_wgrad_compute"]
         self._bring_together()
-        self._mark_delayed()
         self.reset_parameters()
         self.__dict__["_deferred"] = any(param.is_meta for param in self._parameters.values() if param is not None)
         note_init(self)
         quantize_weights(self)
 
+    def _parts(self, given: Mapping[str, Any]) -> Parts:
+        """The ops that a call runs, in order, on the meta device. The last one adds the bias of the last product, if there is one."""
+        return self._parts_of_products(given)
+
+    def _parts_of_products(self, given: Mapping[str, Any]) -> Parts:
+        """`_parts` without a norm. It also sets the attributes that say how ranks share weights, and `_inits`: the function that draws each weight, or
+        each part of a weight, by its name; None: `draw`."""
+        raise NotImplementedError
+
     def _weights_in_codes(self) -> tuple[Sequence[str], str]:
         return [*self._inits], BasicLinear._kind
 
-    def _take(
-        self, part: BasicOperation, own: str, ours: str | Rows, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> tuple[str, ...]:
+    def _take(self, part: BasicOperation, own: str, ours: str | Rows, device: torch.device | str | None) -> tuple[str, ...]:
         """Creates the module's parameters for the parameter `own` of an op, and returns their names: one, or one for each part."""
-        shape = part.get_parameter(own).shape
-        rows: Rows = {ours: shape[0]} if isinstance(ours, str) else ours
+        like = part.get_parameter(own)
+        rows: Rows = {ours: like.shape[0]} if isinstance(ours, str) else ours
         for name, size in rows.items():
-            self._make(name, torch.Size([size, *shape[1:]]), device, dtype)
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(size, *like.shape[1:], device=device, dtype=like.dtype)))
             if isinstance(part, BasicLinear) and not self.use_bias:
                 self._lack(name.removesuffix("weight") + "bias", "bias=False", "bias=True")
-        if not isinstance(ours, str):
-            self._note_parts(own, rows)
+        if not isinstance(ours, str) and tuple(rows) != (own,):
+            self._joined_rows[own] = rows
         return tuple(rows)
-
-    def _note_parts(self, operand: str, rows: Rows) -> None:
-        if tuple(rows) != (operand,):
-            self._joined_rows[operand] = rows
 
     def _names_in_owner(self, part: BasicOperation, names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
         """The module's name of each parameter of an op, by the op's name. A parameter that has parts in the module gets the same parts in the op."""
@@ -142,9 +132,6 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
             else:
                 in_owner[own] = ours[0]
         return in_owner
-
-    def _make(self, name: str, shape: torch.Size, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -159,7 +146,10 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
     def fuse_wgrad_accumulation(self, value: bool) -> None:
         value = flag(self._get_name(), "fuse_wgrad_accumulation", value)
         if value and self._joined_rows:
-            refuse_main_grad(self._get_name())
+            raise ValueError(
+                f"{self._get_name()}: expected fuse_wgrad_accumulation=False with parameters_split, as a product adds to one main_grad, got True. Build "
+                "one module for each part."
+            )
         for part in self._products:
             part.accumulate_into_main_grad = value
 
@@ -173,18 +163,12 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         value = flag(self._get_name(), "delay_wgrad_compute", value)
         for part in self._products:
             part.delay_wgrad_compute = value
-        self._mark_delayed()
+            for weight in part._weights() if value else ():  # reducers of gradients wait for `backward_dw` where a weight has this mark
+                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     @property
     def _products(self) -> list[BasicLinear]:
         return [part for part in self.basic_ops if isinstance(part, BasicLinear)]
-
-    def _mark_delayed(self) -> None:
-        """Marks weights whose gradients `backward_dw` computes, so that reducers of gradients wait for it."""
-        for part in self._products:
-            for weight in part._weights():
-                if part.delay_wgrad_compute:
-                    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def need_backward_dw(self) -> bool:
         """Whether backward leaves the gradients of the weights to `backward_dw`."""
@@ -237,10 +221,9 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         for part in self.basic_ops:
             if isinstance(part, (LayerNorm, RMSNorm)):
                 part.reset_parameters()
-        tracker, name_of_tracker = self.__dict__.get("get_rng_state_tracker"), self.__dict__.get("rng_tracker_name")
         for name, param in self.named_parameters(recurse=False):
             if name in self._inits:
-                with drawing(tracker, name_of_tracker):
+                with drawing(self.get_rng_state_tracker, self.rng_tracker_name):
                     (self._inits[name] or draw)(param)
             elif not name.startswith("layer_norm"):
                 torch.nn.init.zeros_(param)
@@ -283,25 +266,23 @@ class NormedModule(Module):
     layer_norm_bias: torch.nn.Parameter | None
     normalization, return_layernorm_output, return_layernorm_output_gathered = Fixed(), Fixed(), Fixed()
 
-    def _read_norm(self, normalization: str, return_layernorm_output: bool, return_layernorm_output_gathered: bool) -> None:
-        name = self._get_name()
-        if normalization not in _NORMS:
-            raise ValueError(f'{name}: expected normalization "LayerNorm" or "RMSNorm", got {normalization!r}. Name one of them.')
-        self.normalization = normalization
-        self.return_layernorm_output = flag(name, "return_layernorm_output", return_layernorm_output)
-        self.return_layernorm_output_gathered = flag(name, "return_layernorm_output_gathered", return_layernorm_output_gathered)
-
-    def _norm_and(
-        self, features: int, eps: float, zero_centered_gamma: bool, dtype: torch.dtype | None, gathering: list[BasicOperation], behind: Parts
-    ) -> Parts:
-        """All parts of the module: the norm over `features`, the collectives `gathering`, the extra output for the norm's result, and `behind`."""
-        norm = _NORMS[self.normalization](features, eps=eps, device="meta", dtype=dtype, zero_centered_gamma=zero_centered_gamma)
-        if self.normalization == "RMSNorm":
+    def _parts(self, given: Mapping[str, Any]) -> Parts:
+        name, kind = self._get_name(), given["normalization"]
+        if kind not in _NORMS:
+            raise ValueError(f'{name}: expected normalization "LayerNorm" or "RMSNorm", got {kind!r}. Name one of them.')
+        self.normalization = kind
+        for option in ("return_layernorm_output", "return_layernorm_output_gathered"):
+            setattr(self, option, flag(name, option, given[option]))
+        parts = super()._parts(given)
+        at, first = next((at, part) for at, (part, _) in enumerate(parts) if isinstance(part, BasicLinear))
+        traits = {each: given[each] for each in ("eps", "zero_centered_gamma")}
+        norm = _NORMS[kind](first.in_features, device="meta", dtype=given["params_dtype"], **traits)
+        if kind == "RMSNorm":
             self._lack("layer_norm_bias", 'normalization="RMSNorm"', 'normalization="LayerNorm"')
-        fork: Parts = [(MakeExtraOutput(), {})] if self.return_layernorm_output else []
-        gathers: Parts = [(part, {}) for part in gathering]
-        between = [*gathers, *fork] if self.return_layernorm_output_gathered and self.sequence_parallel else [*fork, *gathers]
-        return [(norm, {own: f"layer_norm_{own}" for own in norm._parameter_names}), *between, *behind]
+        if self.return_layernorm_output:
+            is_gathered = self.return_layernorm_output_gathered and self.sequence_parallel
+            parts.insert(at if is_gathered else 0, (MakeExtraOutput(), {}))
+        return [(norm, {own: f"layer_norm_{own}" for own in norm._parameter_names}), *parts]
 
     def reset_layer_norm_parameters(self) -> None:
         """Resets the norm so that it neither scales nor shifts."""
@@ -361,10 +342,3 @@ def check_group(op: str, group: Any, size: int) -> None:
     if group is None and size != 1:
         raise ValueError(f"{op}: expected the ranks as tp_group, as tp_size is {size}, got None. Pass the process group, or tp_size=1.")
 
-
-def refuse_main_grad(op: str) -> None:
-    """Raises ValueError: a product can add its gradient to the main_grad of one tensor only, and `parameters_split` makes several."""
-    raise ValueError(
-        f"{op}: expected fuse_wgrad_accumulation=False with parameters_split, as a product adds to one main_grad, got True. Build one module "
-        "for each part."
-    )

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from tandem.modules.base import Init, NormedModule, check_one_value
-from tandem.modules.linear import OneProduct, Sizes, split_repr
+from tandem.modules.base import Init, NormedModule
+from tandem.modules.linear import OneProduct
 
 
-class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
+class LayerNormLinear(NormedModule, OneProduct):
     """y = norm(x) weight^T + bias, as one pipeline: x [..., in_features] -> y [..., out_features].
 
     The parameters are `layer_norm_weight`, `layer_norm_bias`, `weight` and `bias`. State dicts of TransformerEngine load unchanged.
@@ -67,20 +67,4 @@ class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
             return_layernorm_output_gathered: whether with `sequence_parallel` and "column" that output contains the rows of all ranks.
             zero_centered_gamma: whether the norm multiplies by 1 + weight rather than by weight.
         """
-        op = self._get_name()
-        check_one_value(op, locals())
-        sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
-        torch.nn.Module.__init__(self)
-        self.get_rng_state_tracker, self.name = get_rng_state_tracker, name
-        sizes.give(self)
-        self._read_norm(normalization, return_layernorm_output, return_layernorm_output_gathered)
-        behind = sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype)
-        parts = self._norm_and(sizes.columns, eps, zero_centered_gamma, params_dtype, sizes.before, behind)
-        sizes.build(self, parts, init_method, bias, return_bias, device, params_dtype)
-
-    def extra_repr(self) -> str:
-        parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
-        return f"{self.in_features}, {self.out_features}, bias={self.use_bias}, normalization={self.normalization}{parallel}{split_repr(self)}"
-
-
-LayerNormLinear._library_forward = LayerNormLinear.forward  # containers take the parts of a module with this forward into their pipelines
+        self._construct(locals())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tandem import _C
 from tandem.arguments import Fixed, flag, positive
-from tandem.modules.base import Init, NormedModule, Parts, check_group, check_one_value
+from tandem.modules.base import Init, NormedModule, Parts
 from tandem.op_base.signature import signature_of
 from tandem.ops.collective import collectives, share
 from tandem.ops.library import class_of
@@ -33,6 +34,7 @@ class LayerNormMLP(NormedModule):
     fc2_weight: torch.nn.Parameter
     fc2_bias: torch.nn.Parameter | None
     activation, activation_params, set_parallel_mode = Fixed(), Fixed(), Fixed()
+    _result_bias = "fc2_bias"
 
     def __init__(
         self,
@@ -91,55 +93,39 @@ class LayerNormMLP(NormedModule):
             checkpoint: whether backward recomputes the norm, the first product and the activation instead of keeping their results.
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False; other values raise NotImplementedError.
         """
-        op = self._get_name()
-        check_one_value(op, locals())
+        self._construct(locals())
+        self.checkpoint = checkpoint
+
+    def _parts_of_products(self, given: Mapping[str, Any]) -> Parts:
+        op, activation, options, group = self._get_name(), given["activation"], dict(given["activation_params"] or {}), given["tp_group"]
         families = {kind: signature_of(kind).family for kind in _C.op_names()}
         if families.get(activation) not in ("activation", "glu"):
             known = ", ".join(kind for kind, family in families.items() if family in ("activation", "glu"))
             raise ValueError(f"{op}: expected activation to be one of {known}, got {activation!r}. Name one of them.")
         unit = class_of(activation)
-        if unknown := [name for name in activation_params or {} if name not in unit._option_names]:
+        if unknown := [name for name in options if name not in unit._option_names]:
             known = ", ".join(unit._option_names) or "none, as it has no options"
             raise ValueError(f"{op}: expected names in activation_params among the options of {activation} ({known}), got {unknown[0]!r}. Leave it out.")
-        check_group(op, tp_group, tp_size)
-        sequence_parallel = flag(op, "sequence_parallel", sequence_parallel)
-        together = flag(op, "set_parallel_mode", set_parallel_mode) and tp_group is not None
-        before, _, size = collectives(op, "column" if together else None, tp_group, sequence_parallel)
-        _, after, _ = collectives(op, "row" if together else None, tp_group, sequence_parallel)
-        size = tp_group.size() if tp_group is not None else size
-        hidden = positive(op, "hidden_size", hidden_size)
-        inner = share(op, "ffn_hidden_size", positive(op, "ffn_hidden_size", ffn_hidden_size), size)
+        sequence_parallel = flag(op, "sequence_parallel", given["sequence_parallel"])
+        together = flag(op, "set_parallel_mode", given["set_parallel_mode"]) and group is not None
+        before, _, _ = collectives(op, "column" if together else None, group, sequence_parallel)
+        _, after, _ = collectives(op, "row" if together else None, group, sequence_parallel)
+        ranks = 1 if group is None else group.size()
+        hidden = positive(op, "hidden_size", given["hidden_size"])
+        inner = share(op, "ffn_hidden_size", positive(op, "ffn_hidden_size", given["ffn_hidden_size"]), ranks)
         wide = 2 * inner if families[activation] == "glu" else inner
-
-        made: dict[str, Any] = {"device": "meta", "dtype": params_dtype}
-        gradients = {
-            "accumulate_into_main_grad": flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation),
-            "delay_wgrad_compute": flag(op, "delay_wgrad_compute", delay_wgrad_compute),
-        }
-        first, second = BasicLinear(hidden, wide, **gradients, **made), BasicLinear(inner, hidden, **gradients, **made)
-        first_bias: Parts = [(Bias(wide, **made), {"bias": "fc1_bias"})] if bias else []
-        second_bias: Parts = [(Bias(hidden, **made), {"bias": "fc2_bias"})] if bias and not return_bias else []
-        behind: Parts = [
-            *[(first, {"weight": "fc1_weight"}), *first_bias, (unit(**(activation_params or {})), {})],
-            *[(second, {"weight": "fc2_weight"}), *[(part, {}) for part in after], *second_bias],
+        self.hidden_size, self.size_per_partition = hidden, inner
+        self.activation, self.activation_params = activation, options or None
+        self.set_parallel_mode, self.tp_size, self.sequence_parallel = together, ranks, sequence_parallel and ranks > 1
+        self._inits = {"fc1_weight": given["init_method"], "fc2_weight": given["output_layer_init_method"]}
+        made: dict[str, Any] = {"device": "meta", "dtype": given["params_dtype"]}
+        first_bias: Parts = [(Bias(wide, **made), {"bias": "fc1_bias"})] if self.use_bias else []
+        second_bias: Parts = [(Bias(hidden, **made), {"bias": "fc2_bias"})] if self.use_bias else []
+        return [
+            *[*[(part, {}) for part in before], (BasicLinear(hidden, wide, **made), {"weight": "fc1_weight"}), *first_bias],
+            (unit(**options), {}),
+            *[(BasicLinear(inner, hidden, **made), {"weight": "fc2_weight"}), *[(part, {}) for part in after], *second_bias],
         ]
-
-        torch.nn.Module.__init__(self)
-        self.get_rng_state_tracker, self.name = get_rng_state_tracker, name
-        self.activation_params = dict(activation_params) if activation_params else None
-        self.hidden_size, self.size_per_partition, self.activation = hidden, inner, activation
-        self.set_parallel_mode, self.tp_size, self.sequence_parallel = together, size, sequence_parallel and size > 1
-        self._read_norm(normalization, return_layernorm_output, return_layernorm_output_gathered)
-        self._build(
-            self._norm_and(hidden, eps, zero_centered_gamma, params_dtype, before, behind),
-            bias=bias,
-            return_bias=return_bias,
-            inits={"fc1_weight": init_method, "fc2_weight": output_layer_init_method},
-            result_bias=("fc2_bias", {"fc2_bias": hidden}),
-            device=device,
-            dtype=params_dtype,
-        )
-        self.checkpoint = checkpoint
 
     @property
     def checkpoint(self) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
 
 import torch
 
 from tandem.arguments import Fixed, at_default, flag, positive
-from tandem.modules.base import Init, Module, Parts, Rows, check_group, check_mode, check_one_value, refuse_main_grad, sizes_of_rank
+from tandem.modules.base import Init, Module, NormedModule, Parts, Rows, check_mode, sizes_of_rank
 from tandem.ops.collective import collectives
 from tandem.ops.linear import BasicLinear, Bias
 from tandem.pipelines.joined import Split, split_sizes
@@ -17,106 +17,56 @@ from tandem.pipelines.joined import Split, split_sizes
 _P = ParamSpec("_P")
 
 
-class Sizes:
-    """The sizes of the weight that a rank has, and the collectives before and after the product."""
-
-    def __init__(
-        self,
-        op: str,
-        in_features: int,
-        out_features: int,
-        parallel_mode: str | None,
-        tp_group: Any,
-        tp_size: int,
-        sequence_parallel: bool,
-        parameters_split: Split | None,
-    ) -> None:
-        """Checks arguments of `Linear` for a module named `op`, which error messages name."""
-        check_mode(op, parallel_mode)
-        check_group(op, tp_group, tp_size)
-        sequence_parallel = flag(op, "sequence_parallel", sequence_parallel)
-        mode = parallel_mode if tp_group is not None else None
-        self.before, self.after, self.ranks = collectives(op, mode, tp_group, sequence_parallel)
-        self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel and self.ranks > 1
-        self.split: Rows | None = None
-        if parameters_split is not None:
-            rows = positive(op, "out_features", out_features)
-            self.split = split_sizes(op, "out_features", parameters_split, rows, self.ranks if parallel_mode == "column" else 1)
-        self.columns, self.rows = sizes_of_rank(op, parallel_mode, in_features, out_features, self.ranks)
-
-    def give(self, module: Any) -> None:
-        """Sets the attributes of the module that TransformerEngine's modules have. `in_features` and `out_features` are the sizes of this rank's weight."""
-        module.in_features, module.out_features = self.columns, self.rows
-        module.parallel_mode, module.tp_size, module.sequence_parallel = self.parallel_mode, self.ranks, self.sequence_parallel
-        module.parameters_split = self.split
-
-    def parts(
-        self,
-        op: str,
-        bias: bool,
-        return_bias: bool,
-        fuse_wgrad_accumulation: bool,
-        delay_wgrad_compute: bool,
-        dtype: torch.dtype | None,
-        save_original_input: bool = False,
-    ) -> Parts:
-        """The product, the collectives after it, and the op that adds the bias, if one does."""
-        into_main_grad = flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
-        if into_main_grad and self.split is not None:
-            refuse_main_grad(op)
-        product = BasicLinear(
-            self.columns,
-            self.rows,
-            device="meta",
-            dtype=dtype,
-            accumulate_into_main_grad=into_main_grad,
-            delay_wgrad_compute=flag(op, "delay_wgrad_compute", delay_wgrad_compute),
-            save_original_input=flag(op, "save_original_input", save_original_input),
-        )
-        parts: Parts = [(product, {"weight": self.rows_of("weight")}), *[(part, {}) for part in self.after]]
-        return [*parts, (Bias(self.rows, device="meta", dtype=dtype), {"bias": self.rows_of("bias")})] if bias and not return_bias else parts
-
-    def rows_of(self, operand: str) -> Rows:
-        """The rows of a parameter of this rank by its name, or the rows of each of its parts by their names."""
-        return rows_of_parts(operand, self.split, self.rows)
-
-    def build(
-        self, module: Any, parts: Parts, init_method: Init | None, bias: bool, return_bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
-        """Builds a module of `parts`, which contain the product."""
-        inits, result_bias = dict.fromkeys(self.rows_of("weight"), init_method), ("bias", self.rows_of("bias"))
-        module._build(parts, bias=bias, return_bias=return_bias, inits=inits, result_bias=result_bias, device=device, dtype=dtype)
-
-
-def rows_of_parts(operand: str, split: Rows | None, rows: int = 0) -> Rows:
-    """`rows` by the name of the operand, or, for a `split`, the rows of each part by the part's name."""
-    return {operand: rows} if split is None else {f"{part}_{operand}": size for part, size in split.items()}
-
-
-class OneProduct:
-    """What modules with one product share."""
+class OneProduct(Module):
+    """A module with one product."""
 
     parallel_mode, parameters_split = Fixed(), Fixed()
+    _result_bias = "bias"
+
+    def _parts_of_products(self, given: Mapping[str, Any]) -> Parts:
+        op, mode, group, split = self._get_name(), given["parallel_mode"], given["tp_group"], given["parameters_split"]
+        check_mode(op, mode)
+        sequence_parallel = flag(op, "sequence_parallel", given["sequence_parallel"])
+        before, after, ranks = collectives(op, mode if group is not None else None, group, sequence_parallel)
+        if split is not None:
+            rows = positive(op, "out_features", given["out_features"])
+            split = split_sizes(op, "out_features", split, rows, ranks if mode == "column" else 1)
+        # These are the sizes of this rank's weight, as in TransformerEngine.
+        self.in_features, self.out_features = sizes_of_rank(op, mode, given["in_features"], given["out_features"], ranks)
+        self.parallel_mode, self.tp_size, self.sequence_parallel = mode, ranks, sequence_parallel and ranks > 1
+        self.parameters_split = split
+        self._inits = dict.fromkeys(self.weight_names, given["init_method"])
+        made: dict[str, Any] = {"device": "meta", "dtype": given["params_dtype"]}
+        keeps_x = flag(op, "save_original_input", given.get("save_original_input", False))
+        product = BasicLinear(self.in_features, self.out_features, save_original_input=keeps_x, **made)
+        bias: Parts = [(Bias(self.out_features, **made), {"bias": self._rows_of("bias")})] if self.use_bias else []
+        return [*[(part, {}) for part in before], (product, {"weight": self._rows_of("weight")}), *[(part, {}) for part in after], *bias]
+
+    def _rows_of(self, operand: str) -> Rows:
+        """The rows of a parameter of this rank by its name, or, with `parameters_split`, the rows of each part by the part's name."""
+        if self.parameters_split is None:
+            return {operand: self.out_features}
+        return {f"{part}_{operand}": size for part, size in self.parameters_split.items()}
 
     @property
-    def weight_names(self: Any) -> tuple[str, ...]:
+    def weight_names(self) -> tuple[str, ...]:
         """The names of the weight's parameters: "weight", or one for each part."""
-        return tuple(rows_of_parts("weight", self.parameters_split))
+        return tuple(self._rows_of("weight"))
 
     @property
-    def bias_names(self: Any) -> tuple[str, ...]:
+    def bias_names(self) -> tuple[str, ...]:
         """The names of the bias's parameters: "bias", or one for each part."""
-        return tuple(rows_of_parts("bias", self.parameters_split))
+        return tuple(self._rows_of("bias"))
 
-    def _sharded_dimensions(self: Any) -> dict[str, int]:
+    def _sharded_dimensions(self) -> dict[str, int]:
         if self.tp_size == 1:
             return {}
         if self.parallel_mode == "column":
             return dict.fromkeys((*self.weight_names, *self.bias_names), 0)
         return dict.fromkeys(self.weight_names, 1)
 
-    def forward(
-        self: Any,
+    def forward(  # type: ignore[override]
+        self,
         inp: torch.Tensor,
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
@@ -137,10 +87,13 @@ class OneProduct:
             at_default(self._get_name(), False, fp8_output=fp8_output, fp8_grad=fp8_grad)
         return self._outputs(inp, _run, is_first_microbatch)
 
+    _library_forward = forward  # containers take the parts of a module with this forward into their pipelines
 
-def split_repr(module: Any) -> str:
-    """The text of `parameters_split` for `extra_repr`; empty without parts."""
-    return f", parameters_split={dict(module.parameters_split)}" if module.parameters_split else ""
+    def extra_repr(self) -> str:
+        norm = f", normalization={self.normalization}" if isinstance(self, NormedModule) else ""
+        parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
+        split = f", parameters_split={dict(self.parameters_split)}" if self.parameters_split else ""
+        return f"{self.in_features}, {self.out_features}, bias={self.use_bias}{norm}{parallel}{split}"
 
 
 def _telling_bias(init: Callable[_P, None]) -> Callable[_P, None]:
@@ -156,7 +109,7 @@ def _telling_bias(init: Callable[_P, None]) -> Callable[_P, None]:
     return checked
 
 
-class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
+class Linear(OneProduct, torch.nn.Linear):
     """y = x weight^T + bias, as one pipeline: x [..., in_features] -> y [..., out_features].
 
     The parameters are `weight` and `bias`, or, with `parameters_split`, `<name>_weight` and `<name>_bias` for each part. State dicts of
@@ -169,7 +122,7 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
     (torch.Size([2, 12]), ['query_weight', 'key_weight', 'value_weight'])
     """
 
-    weight: torch.Tensor  # type: ignore[assignment]
+    weight: torch.Tensor
     bias: torch.Tensor | None  # type: ignore[assignment]
 
     @_telling_bias
@@ -230,19 +183,4 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
             symmetric_ar_type: None; other values raise NotImplementedError.
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False; other values raise NotImplementedError.
         """
-        op = self._get_name()
-        check_one_value(op, locals())
-        sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
-        torch.nn.Module.__init__(self)
-        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
-        self.name = name
-        sizes.give(self)
-        made = sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, save_original_input)
-        sizes.build(self, [*[(part, {}) for part in sizes.before], *made], init_method, bias, return_bias, device, params_dtype)
-
-    def extra_repr(self) -> str:
-        parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
-        return f"{self.in_features}, {self.out_features}, bias={self.use_bias}{parallel}{split_repr(self)}"
-
-
-Linear._library_forward = Linear.forward  # containers take the parts of a module with this forward into their pipelines
+        self._construct(locals())
