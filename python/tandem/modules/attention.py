@@ -268,7 +268,7 @@ class MultiheadAttention(torch.nn.Module):
             )
         else:
             self.qkv = Linear(hidden_size, query + 2 * key, **first)
-        self.q_norm, self.k_norm = self._qk_norms(op, qk_norm_type, qk_norm_eps, params_dtype, device)
+        self.q_norm, self.k_norm = [self._norm_of_heads(qk_norm_type, qk_norm_eps, params_dtype, device) for _ in range(2)]
         self.proj = Linear(
             query,
             hidden_size,
@@ -280,17 +280,17 @@ class MultiheadAttention(torch.nn.Module):
             **shared,
         )
 
-    def _qk_norms(
-        self, op: str, kind: str | None, eps: float, dtype: torch.dtype | None, device: torch.device | str | None
-    ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    def _norm_of_heads(
+        self, kind: str | None, eps: float, dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> torch.nn.Module | None:
         if kind is None:
-            return None, None
+            return None
         if kind == "L2Normalization":
-            return ops.L2Normalization(eps=eps), ops.L2Normalization(eps=eps)
+            return ops.L2Normalization(eps=eps)
         if kind not in _QK_NORMS:
+            op = self._get_name()
             raise ValueError(f'{op}: expected qk_norm_type None, "RMSNorm", "LayerNorm" or "L2Normalization", got {kind!r}. Name one of them.')
-        made = [_QK_NORMS[kind](self.channels, eps=eps, params_dtype=dtype, device=device) for _ in range(2)]
-        return made[0], made[1]
+        return _QK_NORMS[kind](self.channels, eps=eps, params_dtype=dtype, device=device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         drop_extra_state(state_dict, f"{prefix}core_attention._extra_state")  # TransformerEngine writes this entry for an attention without parameters

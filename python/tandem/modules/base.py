@@ -309,15 +309,10 @@ def check_dtype(module: Any, x: Any) -> None:
         module.__dict__["_x_dtype"] = x.dtype
 
 
-def check_one_value(op: str, given: Mapping[str, Any], but: Sequence[str] = ()) -> None:
-    """Raises if an argument of a constructor that supports one value only has another value.
-
-    Args:
-        given: local variables of the constructor by name, its arguments among them.
-        but: names of arguments that are not checked.
-    """
+def check_one_value(op: str, given: Mapping[str, Any]) -> None:
+    """Raises if an argument of a constructor that supports one value only has another value. Other names in `given` are ignored."""
     for name, value in _ONE_VALUE.items():
-        if name in given and name not in but:
+        if name in given:
             at_default(op, value, **{name: given[name]})
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,19 +21,14 @@ from tandem.quantized.weights import in_microbatch
 
 
 _FORWARD = MultiheadAttention.forward
+# The arguments with one supported value that neither the attention nor the MLP checks.
+_OF_LAYER = ("parallel_attention_mlp", "apply_residual_connection_post_layernorm", "layer_type", "drop_path_rate", "ub_tp_comm_overlap")
 
-# Arguments of the constructor that attention and MLP both take; then arguments that the attention alone takes, with their names there.
-_OF_BOTH = (
-    *("tp_group", "tp_size", "get_rng_state_tracker", "sequence_parallel", "set_parallel_mode", "fuse_wgrad_accumulation", "init_method"),
-    *("output_layer_init_method", "normalization", "zero_centered_gamma", "bias", "params_dtype", "device"),
-)
-_SAME_IN_ATTENTION = (
-    *("kv_channels", "attention_dropout", "layernorm_epsilon", "layer_number", "window_size", "num_gqa_groups", "fuse_qkv_params"),
-    *("qkv_weight_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope", "rotary_pos_interleaved", "softmax_type"),
-)
-_OF_ATTENTION = {**{name: name for name in _SAME_IN_ATTENTION}, "self_attn_mask_type": "attn_mask_type", "attn_input_format": "qkv_format"}
-# The `ub_` options have an effect with `ub_tp_comm_overlap` only, which is refused; `MultiheadAttention` checks `softmax_type`.
-_UNCHECKED = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "softmax_type")
+
+def _passed_on(to: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments of the layer that the constructor of its attention or MLP takes by the same name. The `ub_` options are not among them: they have an
+    effect with `ub_tp_comm_overlap` only, which is refused."""
+    return {name: given[name] for name in inspect.signature(to).parameters if name in given and name != "name" and not name.startswith("ub_")}
 
 
 class Tail:
@@ -50,7 +46,7 @@ class Tail:
             last: the norm at the end; None: there is none.
             dropout: probability that an element becomes zero before it is added to a residual.
         """
-        self.attention, self.proj, self.mlp, self.last, self.dropout = attention, proj, mlp, last, dropout
+        self.attention, self.proj, self.made_of = attention, proj, (attention, proj, mlp, last, dropout)
         self.training = True
         self.dropped = [ops.Dropout(float(dropout)) for _ in range(2)] if dropout else []
         fork, join = ops.MakeExtraOutput(), ops.AddExtraInput()
@@ -166,13 +162,14 @@ class TransformerLayer(torch.nn.Module):
         given = locals()
         super().__init__()
         op = self._get_name()
-        check_one_value(op, given, but=_UNCHECKED)
-        shared: dict[str, Any] = {name: given[name] for name in _OF_BOTH}
-        of_attention: dict[str, Any] = {own: given[name] for name, own in _OF_ATTENTION.items()}
-        self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, input_layernorm=not output_layernorm, **of_attention, **shared)
-        self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, activation_params=activation_params, **shared
+        check_one_value(op, {name: given[name] for name in _OF_LAYER})
+        self.self_attention = MultiheadAttention(
+            attn_mask_type=self_attn_mask_type,
+            qkv_format=attn_input_format,
+            input_layernorm=not output_layernorm,
+            **_passed_on(MultiheadAttention, given),
         )
+        self.layernorm_mlp = LayerNormMLP(eps=layernorm_epsilon, **_passed_on(LayerNormMLP, given))
         if output_layernorm:
             norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
             self.layernorm = norm(
@@ -195,20 +192,12 @@ class TransformerLayer(torch.nn.Module):
             and not hooks.any_of_all_modules()
         )
         proj = attention._modules["proj"] if is_split else None
-        mlp, last, dropout, training = modules["layernorm_mlp"], modules.get("layernorm"), self.hidden_dropout, self.training
+        made_of = (attention, proj, modules["layernorm_mlp"], modules.get("layernorm"), self.hidden_dropout)
         tail = self._tail
-        if (
-            tail is None
-            or tail.attention is not attention
-            or tail.proj is not proj
-            or tail.mlp is not mlp
-            or tail.last is not last
-            or tail.dropout != dropout
-        ):
-            tail = Tail(attention, proj, mlp, last, dropout)
-            self.__dict__["_tail"] = tail
-        if tail.training is not training:
-            tail.train(training)
+        if tail is None or tail.made_of != made_of:
+            tail = self.__dict__["_tail"] = Tail(*made_of)
+        if tail.training is not self.training:
+            tail.train(self.training)
         return tail
 
     _traced_tail = property(_C.native_getter(_tail_now))  # Dynamo takes the result without tracing `_tail_now`
