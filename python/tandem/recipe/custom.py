@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import types
 import uuid
 import warnings
@@ -15,7 +14,7 @@ import torch
 
 from tandem import _C
 from tandem.quantized.quantizer import Quantizer
-from tandem.recipe.base import _Row, Format, Recipe
+from tandem.recipe.base import Format, Recipe
 from tandem.recipe.scaling import Float8CurrentScaling
 
 
@@ -35,7 +34,6 @@ class QuantizerRole(NamedTuple):
     slot: int = 0
 
 
-_numbers = itertools.count(1)
 _QuantizerFactory = Callable[[QuantizerRole], Quantizer | None]
 
 
@@ -77,10 +75,6 @@ class CustomRecipe(Recipe):
         super().__post_init__()
         object.__setattr__(self, "_function", _chosen_by(self))
 
-    def _check(self, row: _Row) -> None:
-        if row.name != "quantizers":
-            super()._check(row)
-
     def __reduce__(self) -> tuple[Any, ...]:  # functions are registered under another name in another process
         return type(self), tuple([getattr(self, field.name) for field in fields(self)])
 
@@ -93,7 +87,7 @@ def _chosen_by(recipe: CustomRecipe) -> str:
     parts: list[object] = []
     key = _identity(recipe.qfactory, parts)
     if key not in _choices:
-        name = f"python-{uuid.uuid4().hex[:12]}-{next(_numbers)}"
+        name = f"python-{uuid.uuid4().hex}"
         _C.register_quantizer_choice(name, functools.partial(_choose, recipe.qfactory))
         _factories[name] = recipe.qfactory
         _choices[key] = name, parts

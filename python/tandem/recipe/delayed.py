@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -12,13 +11,12 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem.recipe.base import _Row, Format, Recipe
+from tandem.recipe.base import Format, Recipe
 from tandem.recipe.scaling import Float8CurrentScaling
 
 
 _AmaxCompute = Callable[[torch.Tensor], torch.Tensor]
 _ScaleCompute = Callable[[torch.Tensor, torch.Tensor, float, "DelayedScaling"], torch.Tensor]
-_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,6 @@ class DelayedScaling(Recipe):
             )
         object.__setattr__(self, "_function", _registered(self))
 
-    def _check(self, row: _Row) -> None:
-        is_other = row.name in ("amax_reduction_group", "calibrating", "scale_update")  # fields that regions and functions set
-        if not is_other and not (row.name == "amax_compute_algo" and callable(self.amax_compute_algo)):
-            super()._check(row)
-
     def __reduce__(self) -> tuple[Any, ...]:  # functions are registered under another name in another process
         return type(self), tuple([getattr(self, field.name) for field in fields(self)])
 
@@ -88,7 +81,7 @@ def _registered(recipe: DelayedScaling) -> str:
     given = [getattr(recipe, field.name) for field in fields(recipe)]
     values = (type(recipe), *[id(value) if callable(value) else value for value in given])
     if values not in _functions:
-        name = f"python-{uuid.uuid4().hex[:12]}-{next(_numbers)}"
+        name = f"python-{uuid.uuid4().hex}"
         _C.register_scale_update(name, functools.partial(_update, recipe))
         _with_functions[name] = recipe
         _functions[values] = name
