@@ -81,15 +81,14 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         self.name = given["name"]
         self.use_bias, self.return_bias = flag(name, "bias", given["bias"]), flag(name, "return_bias", given["return_bias"])
         self._joined_rows: dict[str, Rows] = {}
-        parts = self._parts(given)
-        taken = [(part, {own: self._take(part, own, ours, given["device"]) for own, ours in names.items()}) for part, names in parts]
+        taken = [(part, self._take(part, names, given["device"])) for part, names in self._parts(given)]
         if not self.use_bias and self._result_bias not in self._parameters:
             self._lack(self._result_bias, "bias=False", "bias=True")
         if self.use_bias and self.return_bias:  # no op adds this bias
             taken.pop()
         rows_of_parts = {each: size for parts in self._joined_rows.values() for each, size in parts.items()}
         self._join({operand: tuple(each) for operand, each in self._joined_rows.items()}, rows_of_parts)
-        self._own([(part, self._names_in_owner(part, names)) for part, names in taken])
+        self._own(taken)
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = given["fuse_wgrad_accumulation"], given["delay_wgrad_compute"]
         self._bring_together()
         self.reset_parameters()
@@ -109,28 +108,24 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
     def _weights_in_codes(self) -> tuple[Sequence[str], str]:
         return [*self._inits], BasicLinear._kind
 
-    def _take(self, part: BasicOperation, own: str, ours: str | Rows, device: torch.device | str | None) -> tuple[str, ...]:
-        """Creates the module's parameters for the parameter `own` of an op, and returns their names: one, or one for each part."""
-        like = part.get_parameter(own)
-        rows: Rows = {ours: like.shape[0]} if isinstance(ours, str) else ours
-        for name, size in rows.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.empty(size, *like.shape[1:], device=device, dtype=like.dtype)))
-            if isinstance(part, BasicLinear) and not self.use_bias:
-                self._lack(name.removesuffix("weight") + "bias", "bias=False", "bias=True")
-        if not isinstance(ours, str) and tuple(rows) != (own,):
-            self._joined_rows[own] = rows
-        return tuple(rows)
-
-    def _names_in_owner(self, part: BasicOperation, names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-        """The module's name of each parameter of an op, by the op's name. A parameter that has parts in the module gets the same parts in the op."""
+    def _take(self, part: BasicOperation, names: Mapping[str, str | Rows], device: torch.device | str | None) -> dict[str, str]:
+        """Creates the module's parameters for those of an op, and returns their names by the op's. A parameter that has parts in the module gets the same
+        parts in the op."""
         in_owner: dict[str, str] = {}
         for own, ours in names.items():
-            if own in self._joined_rows and ours == tuple(self._joined_rows[own]):
-                part.__dict__.update(_parameter_names=ours, _joins=(len(ours),))
-                part._join({own: ours})  # type: ignore[attr-defined]
-                in_owner.update({name: name for name in ours})
-            else:
-                in_owner[own] = ours[0]
+            like = part.get_parameter(own)
+            rows = {ours: like.shape[0]} if isinstance(ours, str) else ours
+            for name, size in rows.items():
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(size, *like.shape[1:], device=device, dtype=like.dtype)))
+                if isinstance(part, BasicLinear) and not self.use_bias:
+                    self._lack(name.removesuffix("weight") + "bias", "bias=False", "bias=True")
+            if isinstance(ours, str):
+                in_owner[own] = ours
+                continue
+            self._joined_rows[own] = rows
+            part.__dict__.update(_parameter_names=tuple(rows), _joins=(len(rows),))
+            part._join({own: tuple(rows)})  # type: ignore[attr-defined]
+            in_owner.update({name: name for name in rows})
         return in_owner
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:

@@ -41,7 +41,7 @@ from tandem.recipe import Recipe
 from tandem.recipe.base import check_recipe
 from tandem.regions.model_init import quantized_model_init
 
-Field = tuple[str, int]  # a tensor in the arguments: name of the field, and index in it if the field is a list, else -1
+_LISTS = ("weights", "biases")  # the fields of arguments that are lists of tensors
 
 
 @dataclass(kw_only=True, slots=True)
@@ -251,7 +251,7 @@ class _Ops(NamedTuple):
     """The ops of a module as a text, and the fields of the arguments that are their operands."""
 
     text: str
-    params: tuple[Field, ...]  # in the order of the gradients
+    params: tuple[str, ...]  # the field of each, in the order of the gradients
     main_grads: tuple[str, ...]  # for each weight whose gradient backward adds to a tensor of the caller, its field
     outputs: int
 
@@ -272,7 +272,7 @@ def _ops_of(args: _Args) -> _Ops:
     weights: set[str] = set()
     for part in parts:
         if isinstance(part, (BasicLinear, GroupedLinear)):
-            weight, _ = _field(next(places(part, "_parameters")))
+            weight = _field(next(places(part, "_parameters")))
             part.accumulate_into_main_grad = weight in args.main_grads
             weights.add(weight)
     if unknown := set(args.main_grads) - weights:
@@ -285,7 +285,7 @@ def _ops_of(args: _Args) -> _Ops:
     text, _ = now.ops_text((), None, modes, buffers=False, shared=False, name_instances=False)
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    made = _known[key] = _Ops(text, tuple(map(_field, now.places)), tuple([_field(place)[0] for place in now.main_grad_places]), now.num_outputs)
+    made = _known[key] = _Ops(text, tuple(map(_field, now.places)), tuple(map(_field, now.main_grad_places)), now.num_outputs)
     return made
 
 
@@ -300,12 +300,12 @@ def _trait(value: Any, is_operand: bool) -> Any:
     return type(value), value if isinstance(value, (bool, int, float, str, type(None))) else object()  # the module refuses the others, each time
 
 
-def _field(place: Place) -> Field:
-    """The field that is a module's parameter: `weights[2]` for "weight2" of a grouped module."""
+def _field(place: Place) -> str:
+    """The field that a module's parameter is in: "weights" for "weight2" of a grouped module."""
     module, name = place
     if not isinstance(module, GroupedLinear):
-        return name, -1
-    return ("weights", int(name[6:])) if name.startswith("weight") else ("biases", int(name[4:]))
+        return name
+    return "weights" if name.startswith("weight") else "biases"
 
 
 class _Call:
@@ -319,16 +319,17 @@ class _Call:
         if isinstance(args.needs_grad, str):
             raise TypeError(f"{name}: expected needs_grad to be names of fields, got the text {args.needs_grad!r}. Pass a list of names.")
         ops = _ops_of(args)
-        inputs, params = [_tensor(args, ("inp", -1)), *args._extra_inputs()], [_tensor(args, each) for each in ops.params]
+        inputs = [*_tensors(args, "inp"), *args._extra_inputs()]
+        params = [tensor for each in dict.fromkeys(ops.params) for tensor in _tensors(args, each)]
         self.outputs = ops.outputs
-        self.fields: list[Field | None] = [("inp", -1), *[None] * (len(inputs) - 1), *ops.params]  # None: an input that has no gradient
-        needs, known = args.needs_grad, {each[0] for each in self.fields if each is not None}
+        self.fields: list[str | None] = ["inp", *[None] * (len(inputs) - 1), *ops.params]  # None: an input that has no gradient
+        needs, known = args.needs_grad, {each for each in self.fields if each is not None}
         if unknown := set(needs or ()) - known:
             raise ValueError(
                 f"{name}: expected needs_grad to name some of {', '.join(sorted(known))}, got {sorted(unknown)[0]!r}. Name fields that are tensors."
             )
         self.requested = [
-            each is not None and tensor.is_floating_point() and (needs is None or each[0] in needs)
+            each is not None and tensor.is_floating_point() and (needs is None or each in needs)
             for each, tensor in zip(self.fields, (*inputs, *params), strict=True)
         ]
         self.arguments = _C.FunctionalArguments(
@@ -354,10 +355,12 @@ def _main_grads(args: _Args, weight: str, count: int) -> list[torch.Tensor]:
     return tensors
 
 
-def _tensor(args: _Args, field: Field) -> torch.Tensor:
-    name, element = field
+def _tensors(args: _Args, name: str) -> list[torch.Tensor]:
+    """The tensors in a field, one or a list."""
     value = getattr(args, name)
-    return _checked(args, value, name) if element < 0 else _checked(args, value[element], f"{name}[{element}]")
+    if name not in _LISTS:
+        return [_checked(args, value, name)]
+    return [_checked(args, each, f"{name}[{at}]") for at, each in enumerate(value)]
 
 
 def _checked(args: _Args, value: Any, name: str) -> torch.Tensor:
@@ -394,17 +397,12 @@ def backward(
     """
     if context._outputs == 1 and grad_layernorm_output is not None:
         raise ValueError("backward: expected a gradient of y alone, as no output of a norm was returned, got grad_layernorm_output. Leave it out.")
-    found: dict[str, Gradient] = {}
+    found: dict[str, list[torch.Tensor | None]] = {}
     gradients = context._inner.backward([grad_y, grad_layernorm_output][: context._outputs], retain)
-    for place, requested, gradient in zip(context._fields, context._asked, gradients, strict=True):
-        if place is None or not requested:
-            continue
-        name, element = place
-        if element < 0:
-            found[name] = gradient
-        else:
-            found.setdefault(name, []).append(gradient)  # type: ignore[union-attr]
-    return found
+    for name, requested, gradient in zip(context._fields, context._asked, gradients, strict=True):
+        if name is not None and requested:
+            found.setdefault(name, []).append(gradient)
+    return {name: each if name in _LISTS else each[0] for name, each in found.items()}
 
 
 linear_forward = layernorm_linear_forward = layernorm_mlp_forward = grouped_linear_forward = forward

@@ -39,24 +39,27 @@ class OneProduct(Module):
         made: dict[str, Any] = {"device": "meta", "dtype": given["params_dtype"]}
         keeps_x = flag(op, "save_original_input", given.get("save_original_input", False))
         product = BasicLinear(self.in_features, self.out_features, save_original_input=keeps_x, **made)
-        bias: Parts = [(Bias(self.out_features, **made), {"bias": self._rows_of("bias")})] if self.use_bias else []
-        return [*[(part, {}) for part in before], (product, {"weight": self._rows_of("weight")}), *[(part, {}) for part in after], *bias]
+        bias: Parts = [(Bias(self.out_features, **made), {"bias": self._named("bias")})] if self.use_bias else []
+        return [*[(part, {}) for part in before], (product, {"weight": self._named("weight")}), *[(part, {}) for part in after], *bias]
 
-    def _rows_of(self, operand: str) -> Rows:
-        """The rows of a parameter of this rank by its name, or, with `parameters_split`, the rows of each part by the part's name."""
-        if self.parameters_split is None:
-            return {operand: self.out_features}
-        return {f"{part}_{operand}": size for part, size in self.parameters_split.items()}
+    def _named(self, operand: str) -> str | Rows:
+        """The name of the module's parameter for an operand, or, with `parameters_split`, the rows of each of its parts by the part's name."""
+        split = self.parameters_split
+        return operand if split is None else {f"{part}_{operand}": size for part, size in split.items()}
+
+    def _names_of(self, operand: str) -> tuple[str, ...]:
+        named = self._named(operand)
+        return (named,) if isinstance(named, str) else tuple(named)
 
     @property
     def weight_names(self) -> tuple[str, ...]:
         """The names of the weight's parameters: "weight", or one for each part."""
-        return tuple(self._rows_of("weight"))
+        return self._names_of("weight")
 
     @property
     def bias_names(self) -> tuple[str, ...]:
         """The names of the bias's parameters: "bias", or one for each part."""
-        return tuple(self._rows_of("bias"))
+        return self._names_of("bias")
 
     def _sharded_dimensions(self) -> dict[str, int]:
         if self.tp_size == 1:
