@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tandem.quantized.parts import PARTS, has_rows_of_x, in_order, padded, places_of_rows, rows_of_blocks, sizes_of_parts
+from tandem.quantized.parts import PARTS, has_rows_of_x, padded, places_of_rows, rows_of_blocks, sizes_of_parts
 
 
 class _Shared(NamedTuple):
@@ -20,7 +20,6 @@ class _Shared(NamedTuple):
 
     quantizer: Any
     names: Sequence[str]  # names of the gathered parts
-    has_columns: bool
     shape: tuple[int, ...]  # shape of the whole parameter
     dtypes: Sequence[torch.dtype]
     sizes: Sequence[Sequence[int]]  # size of each part in the largest shard
@@ -52,7 +51,7 @@ def pre_all_gather(
     greatest_sizes = [(greatest, *part.shape[1:]) if has_rows_of_x(text, name) else sizes[name] for name, part in zip(names, parts, strict=True)]
     is_even = ranks > 1 and len(set(rows)) == 1
     shared = _Shared(
-        alone, names, self.columnwise_data is not None, tuple(outer_size), [part.dtype for part in parts], greatest_sizes, rows, is_even
+        alone, names, tuple(outer_size), [part.dtype for part in parts], greatest_sizes, rows, is_even
     )
     if is_even:
         return tuple(part.contiguous() for part in parts), shared
@@ -86,7 +85,7 @@ def post_all_gather(
                 target.copy_(part)
     if whole is not None:
         return None
-    gathered = self._of(in_order(parts, metadata.has_columns), metadata.shape, param_dtype)
+    gathered = self._of(parts, metadata.shape, param_dtype)
     gathered.quantizer = metadata.quantizer
     return gathered, tuple(made)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tandem.quantized.parts import PARTS, distinct, in_order, matrix_rows, sizes_of_parts
+from tandem.quantized.parts import PARTS, distinct, matrix_rows, sizes_of_parts
 from tandem.quantized.quantizer import quantizer_of_text
 from tandem.quantized.tensor import QuantizedTensor, assembled
 
@@ -47,7 +47,7 @@ def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[s
                     raise RuntimeError(
                         f"{key}{part}: expected shape {list(tensor.shape)}, got {list(given[part].shape)}. Load the state of the same module."
                     )
-            state_dict[prefix + name] = param._of(in_order({part: given[part] for part in held}, param.columnwise_data is not None))
+            state_dict[prefix + name] = param._of({part: given[part] for part in held})
             continue
         if not text:
             raise RuntimeError(

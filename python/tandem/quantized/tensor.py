@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -205,22 +205,18 @@ class QuantizedTensor(torch.Tensor):
         self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
     ) -> QuantizedTensor:
         """Another quantized tensor, whose parts are `change` of the parts of this one. A part that serves both directions is changed once."""
-        changed = {id(part): change(part) for part in distinct(self).values()}
-        return self._of([changed.get(id(getattr(self, name))) for name in PARTS], shape, dtype)
+        return self._of({name: change(part) for name, part in distinct(self).items()}, shape, dtype)
 
-    def _again(self) -> QuantizedTensor:
-        """Another quantized tensor with the same parts."""
-        return self._of([getattr(self, name) for name in PARTS])
-
-    def _of(self, parts: Sequence[torch.Tensor | None], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
-        """A quantized tensor with this quantizer and other parts, in the order of PARTS."""
-        return assembled(parts, self.quantizer, dtype or self.dtype, self.shape if shape is None else shape)
+    def _of(self, parts: Mapping[str, torch.Tensor], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        """A quantized tensor with this quantizer and other parts, by the names that `distinct` gives to those of this one."""
+        given = in_order(parts, self.columnwise_data is not None)
+        return assembled(given, self.quantizer, dtype or self.dtype, self.shape if shape is None else shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A deep copy, as for other tensors. Torch's own method would read the memory."""
         if id(self) in memo or not self.is_leaf:
             return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        made = self._again()
+        made = self._of(distinct(self))
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         memo[id(self)] = made.requires_grad_(self.requires_grad)
         made.grad = copy.deepcopy(self.grad, memo)

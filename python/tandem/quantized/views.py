@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tandem import _C
-from tandem.quantized.parts import DTYPES, distinct, has_rows_of_x, in_order, matrix_rows, padded, places_of_rows, sizes_of_parts
+from tandem.quantized.parts import DTYPES, distinct, has_rows_of_x, matrix_rows, padded, places_of_rows, sizes_of_parts
 
 SHARING = "_shares_scales"  # attribute of a row slice: True if its parts serve other rows too, or the `Zeros` of its source
 FIRST_NUMBERS = "_high_precision_init_val"  # attribute of a parameter: a list of its unquantized numbers, or of None once they are cleared
@@ -176,7 +176,7 @@ def _like(x: Any, made: Any, tells_first: bool = True) -> Any:
 
 
 def _same(x: Any) -> Any:
-    return _like(x, x._again())
+    return _like(x, x._of(distinct(x)))
 
 
 def _converted(x: Any, *, dtype: torch.dtype | None = None, device: Any = None, **unused: Any) -> Any:
@@ -197,7 +197,7 @@ def _viewed(x: Any, shape: Sequence[int]) -> torch.Tensor | None:
     for name in parts:
         if has_rows_of_x(x.quantizer.text, name):
             parts[name] = parts[name].view(*sizes[:-1], parts[name].shape[-1])
-    made = x._of(in_order(parts, x.columnwise_data is not None), sizes)
+    made = x._of(parts, sizes)
     return _like(x, made, tells_first=sizes == list(x.shape))
 
 
@@ -227,7 +227,7 @@ def rows_of(x: Any, first: int, last: int) -> Any:
             is_sharing |= parts[name] is not own or not ends and own.shape[place.dim] * place.rows > count
     if any(place is not None and (not ends and (begin + count) % place.rows) for place in places.values()):
         return None
-    made = x._of(in_order(parts, x.columnwise_data is not None), (last - first, *x.shape[1:]))
+    made = x._of(parts, (last - first, *x.shape[1:]))
     return made._sharing(is_sharing or mark or (zeros if is_before_zeros else None))
 
 
@@ -274,7 +274,7 @@ def _empty(x: Any, dtype: torch.dtype | None = None, device: Any = None, **unuse
 
 def _strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     is_all = list(size) == list(x.shape) and list(stride) == list(x.stride()) and not offset
-    return _like(x, x._again(), tells_first=False) if is_all else None
+    return _like(x, x._of(distinct(x)), tells_first=False) if is_all else None
 
 
 def _unsqueezed(x: Any, dim: int) -> torch.Tensor | None:
