@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tandem import _C, ops
 from tandem.arguments import Fixed, at_default, drawing, finite, flag, positive
-from tandem.modules.base import Init, Module, check_one_value
+from tandem.modules.base import GroupsInside, Init, check_one_value
 from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.linear import Linear
@@ -125,7 +125,7 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
     return torch.cat((result, rest), -1) if rest.shape[-1] else result
 
 
-class MultiheadAttention(torch.nn.Module):
+class MultiheadAttention(GroupsInside, torch.nn.Module):
     """y = attention(norm(x) Wq^T, norm(x) Wk^T, norm(x) Wv^T) Wo^T, with torch's `scaled_dot_product_attention`. y has the shape of x.
 
     Submodules and parameters have TransformerEngine's names: `layernorm_qkv` (without a norm `qkv`) has `query_weight`, `key_weight` and
@@ -364,10 +364,6 @@ class MultiheadAttention(torch.nn.Module):
         y = self._attend(by_head, attention_mask, mask_type, again)
         return (y.permute(2, 0, 1, 3) if is_sbhd else y.transpose(1, 2)).flatten(-2), normed
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Replaces the process group of all modules inside, as `Linear.set_tensor_parallel_group` does."""
-        set_group_inside(self, tp_group)
-
     def _calls_of_parts(self, x: torch.Tensor, *arguments: Any) -> Iterator[tuple[Any, ...]]:
         """The pipelines and the arguments of their calls, for `verify`."""
         yield (self.layernorm_qkv if self.input_layernorm else self.qkv), x
@@ -476,13 +472,6 @@ class MultiheadAttention(torch.nn.Module):
         if normed is not None:
             outputs = (*outputs, normed)
         return outputs if len(outputs) > 1 else outputs[0]
-
-
-def set_group_inside(module: torch.nn.Module, tp_group: Any) -> None:
-    """Calls `set_tensor_parallel_group` of all modules of this library inside a module."""
-    for part in module.modules():
-        if part is not module and isinstance(part, (Module, MultiheadAttention)):
-            part.set_tensor_parallel_group(tp_group)
 
 
 _UNUSED = {  # further arguments of TransformerEngine's forward, with their defaults

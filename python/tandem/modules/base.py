@@ -291,6 +291,16 @@ class NormedModule(Module):
         return self.basic_ops[0]
 
 
+class GroupsInside:
+    """For modules that consist of other modules of this library."""
+
+    def set_tensor_parallel_group(self: Any, tp_group: Any) -> None:
+        """Replaces the process group of all modules inside, as `Linear.set_tensor_parallel_group` does."""
+        for part in self.modules():
+            if isinstance(part, Module):
+                part.set_tensor_parallel_group(tp_group)
+
+
 def check_dtype(module: Any, x: Any) -> None:
     """Raises TypeError, as TransformerEngine does, if x and a parameter differ in dtype outside of `torch.autocast`."""
     if not isinstance(x, torch.Tensor) or x.is_meta or torch.is_autocast_enabled(x.device.type):

@@ -11,8 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, ops
 from tandem.arguments import Fixed, Of, flag
-from tandem.modules.attention import MultiheadAttention, Window, check_unused, check_window, set_group_inside
-from tandem.modules.base import Init, check_one_value
+from tandem.modules.attention import MultiheadAttention, Window, check_unused, check_window
+from tandem.modules.base import GroupsInside, Init, check_one_value
 from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.norm import LayerNorm, RMSNorm
@@ -63,7 +63,7 @@ class Tail:
             drop.training = mode
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(GroupsInside, torch.nn.Module):
     """h = x + dropout(attention(norm(x))), y = h + dropout(mlp(norm(h))). y has the shape of x.
 
     The layer is two pipelines with torch's attention between them. The first is the norm and the projection to queries, keys and values; the
@@ -192,7 +192,7 @@ class TransformerLayer(torch.nn.Module):
             and not hooks.any_of_all_modules()
         )
         proj = attention._modules["proj"] if is_split else None
-        made_of = (attention, proj, modules["layernorm_mlp"], modules.get("layernorm"), self.hidden_dropout)
+        made_of: tuple[Any, ...] = (attention, proj, modules["layernorm_mlp"], modules.get("layernorm"), self.hidden_dropout)
         tail = self._tail
         if tail is None or tail.made_of != made_of:
             tail = self.__dict__["_tail"] = Tail(*made_of)
@@ -219,10 +219,6 @@ class TransformerLayer(torch.nn.Module):
         """`qkv_format` of the attention."""
         form: str = self.self_attention.qkv_format
         return form
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Replaces the process group of all modules inside, as `Linear.set_tensor_parallel_group` does."""
-        set_group_inside(self, tp_group)
 
     def _hidden_containers(self) -> dict[str, ops.Sequential]:
         """The pipeline that is no submodule, by its name in the report of `explain`."""

@@ -155,10 +155,6 @@ class Quantizer:
         """A copy with other tensors as attributes, in the order of `_held`."""
         return self._but(**dict(zip(self._held, tensors, strict=True))) if tensors else self
 
-    def _fields(self) -> tuple[Any, ...]:
-        """The arguments with which `quantizer_of_text` creates an equal quantizer."""
-        return self.text, self.rowwise, self.columnwise, *self._tensors()
-
     def _traits(self) -> tuple[object, ...]:
         return type(self), self.text, self.rowwise, self.columnwise, id(self._amax_group)
 
@@ -173,7 +169,7 @@ class Quantizer:
         return self._but()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return quantizer_of_text, self._fields()
+        return quantizer_of_text, (self.text, self.rowwise, self.columnwise, *self._tensors())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:
         return self._holding(copy.deepcopy(self._tensors(), memo))  # all but the tensors is immutable

@@ -50,9 +50,7 @@ def pre_all_gather(
     sizes = sizes_of_parts(text, greatest * inner, self.shape[-1])
     greatest_sizes = [(greatest, *part.shape[1:]) if has_rows_of_x(text, name) else sizes[name] for name, part in zip(names, parts, strict=True)]
     is_even = ranks > 1 and len(set(rows)) == 1
-    shared = _Shared(
-        alone, names, tuple(outer_size), [part.dtype for part in parts], greatest_sizes, rows, is_even
-    )
+    shared = _Shared(alone, names, tuple(outer_size), [part.dtype for part in parts], greatest_sizes, rows, is_even)
     if is_even:
         return tuple(part.contiguous() for part in parts), shared
     spread = [padded(part, size).contiguous().view(-1).view(torch.uint8) for part, size in zip(parts, greatest_sizes, strict=True)]

@@ -6,6 +6,7 @@ import functools
 import types
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -101,22 +102,18 @@ def _count(function: Any) -> None:
         function = function.func
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", type(function))
-    _made_of[code] = _made_of.get(code, 0) + 1
+    _made_of[code] += 1
     if _made_of[code] == _MANY:
-        where = f" at {code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
+        name = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else code.__qualname__
         warnings.warn(
-            f"CustomRecipe: expected a qfactory that has captured what others of its code have, got {_MANY} of {_name_of(code)}{where} that "
+            f"CustomRecipe: expected a qfactory that has captured what others of its code have, got {_MANY} of {name} that "
             "differ. Each stays for good, as plans and files name it. Build the recipe once, outside of the loop.",
             stacklevel=5,
         )
 
 
-def _name_of(code: Any) -> str:
-    return code.co_name if isinstance(code, types.CodeType) else code.__qualname__
-
-
 _MANY = 64
-_made_of: dict[object, int] = {}  # code -> number of registered functions
+_made_of: Counter[object] = Counter()  # code -> number of registered functions
 
 
 _choices: dict[object, tuple[str, list[object]]] = {}  # key -> name, and objects whose ids the key contains, so that they stay valid
