@@ -68,9 +68,15 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, pre
 fp8_model_init = quantized_model_init  # the older name of the function
 
 
-def _quantizer(recipe: Recipe, kind: str) -> Quantizer | None:
-    text = _C.recipe_quantizer(recipe.to_json(), "weight", kind)
-    return quantizer_of_text(traits_of(text).with_own_scale) if text else None  # delayed scaling has no scales yet
+def _pending_weights(module: Any) -> tuple[list[str], Quantizer | None]:
+    """The names of those weights in plain numbers that a module must quantize once they have values, and their quantizer; None if there are none.
+
+    `module._weights_in_codes()` returns the names of all weights and the kind of the op that multiplies by them."""
+    init: _Init | None = module.__dict__.get(_PENDING)
+    names, kind = module._weights_in_codes() if init is not None else ((), "")
+    plain = [name for name in names if isinstance(module._parameters.get(name), torch.Tensor) and codes_of(module._parameters[name]) is None]
+    text = _C.recipe_quantizer(init.recipe.to_json(), "weight", kind) if init is not None and plain else ""
+    return (plain, quantizer_of_text(traits_of(text).with_own_scale)) if text else ([], None)  # delayed scaling has no scales yet
 
 
 def _check_blocks(module: Any, parts: list[str], quantizer: Quantizer) -> None:
@@ -103,21 +109,14 @@ def is_pending(module: Any) -> bool:
 
 
 def quantize_weights(module: Any) -> None:
-    """Quantizes those weights of a module that have values, if it was created inside `quantized_model_init`.
-
-    `module._weights_in_codes()` returns their names and the kind of the op that multiplies by them."""
+    """Quantizes those weights of a module that have values, if it was created inside `quantized_model_init`."""
     init: _Init | None = module.__dict__.get(_PENDING)
-    if init is None:
-        return
-    names, kind = module._weights_in_codes()
-    own = [name for name in names if isinstance(module._parameters.get(name), torch.Tensor)]
-    plain = [name for name in own if codes_of(module._parameters[name]) is None]
-    quantizer = _quantizer(init.recipe, kind) if plain else None
-    if quantizer is None:
+    plain, quantizer = _pending_weights(module)
+    if init is None or quantizer is None:
         forget_init(module)
         return
     for parts in module.__dict__.get("_joined", {}).values():
-        _check_blocks(module, [name for name in parts if name in own], quantizer)
+        _check_blocks(module, [name for name in parts if name in plain], quantizer)
     made = [name for name in plain if not module._parameters[name].is_meta]
     for name in made:
         _replace(module, name, in_codes(module._parameters[name], quantizer, init.keeps_numbers))
@@ -216,10 +215,8 @@ def resetting(reset: Callable[..., None]) -> Callable[..., None]:
 def loading(module: Any, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]) -> Iterator[None]:
     """The context in which a module loads a state dict: when it ends, loaded weights are quantized if they were or must be, whether copied or assigned."""
     init: _Init | None = module.__dict__.get(_PENDING)
-    names, kind = module._weights_in_codes() if init is not None else ((), "")
+    pending, own = _pending_weights(module)
     params = {name: param for name, param in module._parameters.items() if param is not None}
-    own = _quantizer(init.recipe, kind) if init is not None else None
-    pending = [name for name in names if own is not None and name in params and codes_of(params[name]) is None]
     kept = {name for name, param in params.items() if keeps_numbers(param)} | (set(pending) if init is not None and init.keeps_numbers else set())
     quantizers: dict[str, Quantizer] = {}
     for name, param in params.items():
