@@ -94,6 +94,15 @@ class _Row(NamedTuple):
         return f'"{self.name}":{text}'
 
 
+def _is_named(*names: str) -> classmethod[Recipe, [], bool]:
+    """A predicate of TransformerEngine, which tells a recipe by the library's name."""
+
+    def is_named(cls: type[Recipe]) -> bool:
+        return cls._name in names
+
+    return classmethod(is_named)
+
+
 class Recipe:
     """Base class of all recipes."""
 
@@ -101,7 +110,8 @@ class Recipe:
     _name: ClassVar[str] = ""  # the library's name of the recipe, which subclasses of a recipe inherit
     _known: ClassVar[dict[str, type[Recipe]]] = {}  # all recipes by that name
     _rows: ClassVar[tuple[_Row, ...]]
-    _only_defaults: ClassVar[tuple[tuple[str, object], ...]] = ()  # TransformerEngine's arguments that accept only their default here
+    # TransformerEngine's arguments that accept only their default here. A recipe may have more.
+    _only_defaults: ClassVar[tuple[tuple[str, object], ...]] = (("fp8_dpa", False), ("fp8_mha", False))
 
     def __init_subclass__(cls) -> None:
         if Recipe in cls.__bases__:
@@ -131,33 +141,13 @@ class Recipe:
             expected = "True or False" if row.type == "flag" else expected
             raise ValueError(f"{self._name}: expected {row.name} to be {expected}, got {value!r}. {row.name}: {row.doc}.")
 
-    @classmethod
-    def delayed(cls) -> bool:
-        return cls._name == "DelayedScaling"
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        return cls._name == "Float8CurrentScaling"
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        return cls.delayed() or cls.float8_current_scaling()
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        return cls._name == "Float8BlockScaling"
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        return cls._name == "MXFP8BlockScaling"
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        return cls._name == "NVFP4BlockScaling"
-
-    @classmethod
-    def custom(cls) -> bool:
-        return cls._name == "CustomRecipe"
+    delayed = _is_named("DelayedScaling")
+    float8_current_scaling = _is_named("Float8CurrentScaling")
+    float8_per_tensor_scaling = _is_named("DelayedScaling", "Float8CurrentScaling")
+    float8_block_scaling = _is_named("Float8BlockScaling")
+    mxfp8 = _is_named("MXFP8BlockScaling")
+    nvfp4 = _is_named("NVFP4BlockScaling")
+    custom = _is_named("CustomRecipe")
 
     def to_json(self) -> str:
         """The recipe as canonical JSON, which descriptions of pipelines contain."""

@@ -16,7 +16,6 @@ import torch
 from tandem import _C
 from tandem.quantized.quantizer import Quantizer
 from tandem.recipe.base import Format, Recipe
-from tandem.recipe.scaling import Float8CurrentScaling
 
 
 class QuantizerRole(NamedTuple):
@@ -67,8 +66,6 @@ class CustomRecipe(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
-
-    _only_defaults = Float8CurrentScaling._only_defaults
 
     def __post_init__(self) -> None:
         if not callable(self.qfactory):

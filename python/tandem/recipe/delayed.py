@@ -12,7 +12,6 @@ import torch
 
 from tandem import _C
 from tandem.recipe.base import Format, Recipe
-from tandem.recipe.scaling import Float8CurrentScaling
 
 
 _AmaxCompute = Callable[[torch.Tensor], torch.Tensor]
@@ -49,7 +48,7 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    _only_defaults = (*Float8CurrentScaling._only_defaults, ("backward_override", None))
+    _only_defaults = (*Recipe._only_defaults, ("backward_override", None))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,8 +37,6 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
 
-    _only_defaults = (("fp8_dpa", False), ("fp8_mha", False))
-
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
         return QParams(self.use_power_2_scales, self.amax_epsilon_input)
@@ -71,7 +69,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    _only_defaults = (("margin", 0), *Float8CurrentScaling._only_defaults)
+    _only_defaults = (("margin", 0), *Recipe._only_defaults)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Float8BlockScaling(Recipe):
 
     _only_defaults = (
         *[(name, MMParams()) for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")],
-        *Float8CurrentScaling._only_defaults,
+        *Recipe._only_defaults,
     )
 
     def __post_init__(self) -> None:
@@ -172,7 +170,7 @@ class NVFP4BlockScaling(Recipe):
         ("row_scaled_activation", False),
         ("fp4_format", Format.E2M1),
         ("fp8_format", Format.E4M3),
-        *Float8CurrentScaling._only_defaults,
+        *Recipe._only_defaults,
     )
 
     @property
