@@ -213,12 +213,7 @@ class TransformerLayer(GroupsInside, torch.nn.Module):
     layer_number = Of("self_attention", "`layer_number` of the attention.")
     self_attn_mask_type = Of("self_attention", "`attn_mask_type` of the attention.", "attn_mask_type")
     window_size = Of("self_attention", "`window_size` of the attention.")
-
-    @property
-    def attn_input_format(self) -> str:
-        """`qkv_format` of the attention."""
-        form: str = self.self_attention.qkv_format
-        return form
+    attn_input_format = Of("self_attention", "`qkv_format` of the attention.", "qkv_format")
 
     def _hidden_containers(self) -> dict[str, ops.Sequential]:
         """The pipeline that is no submodule, by its name in the report of `explain`."""

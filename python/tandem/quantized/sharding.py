@@ -56,8 +56,9 @@ def pre_all_gather(
     spread = [padded(part, size).contiguous().view(-1).view(torch.uint8) for part, size in zip(parts, greatest_sizes, strict=True)]
     if ranks == 1:
         return (torch.cat(spread),), shared
-    shape = (greatest, *self.shape[1:])
-    return tuple(_in_pieces(torch.cat(spread), shape)), shared
+    data, shape = torch.cat(spread), (greatest, *self.shape[1:])
+    count = -(-data.numel() // math.prod(shape))  # the last tensor is padded with zeros
+    return padded(data, (count * math.prod(shape),)).view(count, *shape).unbind(0), shared
 
 
 def post_all_gather(
@@ -88,13 +89,6 @@ def post_all_gather(
     return gathered, tuple(made)
 
 
-def _in_pieces(data: torch.Tensor, shape: tuple[int, ...]) -> Sequence[torch.Tensor]:
-    """Bytes as tensors of this shape, the last one padded with zeros."""
-    length = math.prod(shape)
-    count = -(-data.numel() // length)
-    return padded(data, (count * length,)).view(count, *shape).unbind(0)
-
-
 def _of_ranks(gathered: Sequence[torch.Tensor], shared: _Shared) -> list[list[torch.Tensor]]:
     """The parts of each rank, unpacked from the gathered tensors."""
     ranks = len(shared.rows)
@@ -118,13 +112,11 @@ def _joined(name: str, of_ranks: Sequence[torch.Tensor], shared: _Shared, sizes:
     if place is None:
         first = with_rows[0][0]
         if any(not torch.equal(part, first) for part, _ in with_rows):
-            raise ValueError(f"fully_shard: expected one {name} on all ranks, as one serves the whole tensor, got several. {_ADVICE}")
+            raise ValueError(
+                f"fully_shard: expected one {name} on all ranks, as one serves the whole tensor, got several. Write shards behind the first call, from which on "
+                "ranks share their amax, quantize them with with_amax_reduction=True, or use a format whose scales are of blocks, such as MXFP8, also as the "
+                "recipe of quantized_model_init."
+            )
         return first
     inner = math.prod(shared.shape[1:-1])
     return padded(torch.cat([part.narrow(place.dim, 0, -(-rows * inner // place.rows)) for part, rows in with_rows], place.dim), sizes)
-
-
-_ADVICE = (
-    "Write shards behind the first call, from which on ranks share their amax, quantize them with with_amax_reduction=True, or use a format whose scales are "
-    "of blocks, such as MXFP8, also as the recipe of quantized_model_init."
-)
