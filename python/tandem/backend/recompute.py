@@ -31,8 +31,8 @@ class Recomputed(torch.nn.Module):
         self.part, self.options = part, options
 
     def forward(self, *operands: Any) -> Any:
-        first = _First()
-        again = _Again(first.around, first.regions)
+        regions: list[Any] = []
+        again = _Again(_C.region_now(), regions)
         # Nested checkpoints get copies of their operands from torch, but pipelines identify parameters as objects: these bypass the checkpoint.
         parameters = {at: operand for at, operand in enumerate(operands) if isinstance(operand, torch.nn.Parameter)}
 
@@ -41,7 +41,7 @@ class Recomputed(torch.nn.Module):
             return self.part(*[parameters[at] if at in parameters else next(rest) for at in range(len(operands))])
 
         others = [operand for at, operand in enumerate(operands) if at not in parameters]
-        return torch.utils.checkpoint.checkpoint(part, *others, use_reentrant=False, context_fn=lambda: (first, again), **self.options)
+        return torch.utils.checkpoint.checkpoint(part, *others, use_reentrant=False, context_fn=lambda: (_recording(regions), again), **self.options)
 
 
 def put(graph: GraphModule) -> None:
@@ -66,20 +66,16 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class _First(contextlib.AbstractContextManager[None]):
-    """The context of forward: it records the outer region and the regions of the part's pipelines."""
-
-    def __init__(self) -> None:
-        self.around = _C.region_now()
-        self.regions: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._outer, _here.made = _here.made, self.regions
-
-    def __exit__(self, *_: object) -> None:
-        _here.made = self._outer
-        if self._outer is not None and _here.made_before is None:  # the outer part recomputes this part too
-            self._outer += self.regions
+@contextlib.contextmanager
+def _recording(regions: list[Any]) -> Iterator[None]:
+    """The context of forward: it adds the regions of the part's pipelines to `regions`."""
+    outer, _here.made = _here.made, regions
+    try:
+        yield
+    finally:
+        _here.made = outer
+        if outer is not None and _here.made_before is None:  # the outer part recomputes this part too
+            outer += regions
 
 
 class _Again(contextlib.AbstractContextManager[None]):
