@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -200,7 +200,15 @@ class Sequential(ReportingMixin, torch.nn.Module):
                 return run(input, extra_inputs, self.training)
         return self._walk(runs, input, extra_inputs, op_kwargs)
 
-    def _walk(self, runs: Runs, x: torch.Tensor, extra: tuple[torch.Tensor, ...], op_kwargs: Mapping[Any, Any] | None) -> Outputs:
+    def _walk(
+        self,
+        runs: Runs,
+        x: torch.Tensor,
+        extra: tuple[torch.Tensor, ...],
+        op_kwargs: Mapping[Any, Any] | None,
+        call: Callable[..., Outputs] = OpRun.__call__,
+    ) -> Outputs:
+        """Calls the modules in order, pipelines by `call`."""
         kwargs = self._kwargs_by_run(runs, op_kwargs) if op_kwargs else {}
         results: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}  # from run to run
@@ -208,28 +216,16 @@ class Sequential(ReportingMixin, torch.nn.Module):
             if not isinstance(run, OpRun):
                 x = run(x)
                 continue
-            if run.wiring is not None:
-                given, extra = run.take(extra, channels)
-                x, own = run.give(run(x, given, self.training, kwargs.get(position)), channels)
-                results.extend(own)
-                continue
-            given, extra = extra[: run.now.num_extra_inputs], extra[run.now.num_extra_inputs :]
-            outputs = run(x, given, self.training, kwargs.get(position))
-            if isinstance(outputs, tuple):
-                x = outputs[0]
-                results.extend(outputs[1:])
-            else:
-                x = outputs
-        self._check_all_taken(extra)
-        return (x, *results) if results else x
-
-    def _check_all_taken(self, extra: tuple[torch.Tensor, ...]) -> None:
+            given, extra = run.take(extra, channels)
+            x, own = run.give(call(run, x, given, self.training, kwargs.get(position)), channels)
+            results.extend(own)
         if extra:
             expected = sum(run.num_from_caller for run in self._prepare() if isinstance(run, OpRun))
             raise ValueError(
                 f"Sequential: expected {expected} extra inputs, one per unbound extra input of its ops, got {expected + len(extra)}. Leave out "
                 "the last."
             )
+        return (x, *results) if results else x
 
     def _kwargs_by_run(self, runs: Runs, op_kwargs: Mapping[Any, Any]) -> dict[int, dict[int, Mapping[str, Any]]]:
         modules = list(self)
@@ -295,11 +291,11 @@ class Sequential(ReportingMixin, torch.nn.Module):
                 ops = []
                 groups.append(ops)
             ops.append(module)
-        of_ops = [group for group in groups if isinstance(group, list)]
-        wired = iter(wirings(of_ops))
-        return [
-            OpRun(group, None, self._terms, changes=changes, wiring=next(wired)) if isinstance(group, list) else group for group in groups
-        ]
+        basic_ops = [[basic_op for op in group for basic_op in op.flat_ops()] for group in groups if isinstance(group, list)]
+        wired = wirings([tuple([op.channel_bindings() for op in own]) for own in basic_ops])
+        is_crossed = any(any(wiring.inputs) for wiring in wired)  # whether a channel leaves a run
+        rest = iter(wired if is_crossed else [None for _ in wired])
+        return [OpRun(group, None, self._terms, changes=changes, wiring=next(rest)) if isinstance(group, list) else group for group in groups]
 
     @property
     def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:

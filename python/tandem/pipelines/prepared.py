@@ -114,7 +114,7 @@ class Prepared:
         self.texts: dict[Any, Any] = {}
         self.descriptions: dict[Any, tuple[str, list[Any]]] = {}  # each text with the objects that it names
         self.held_workspaces = workspaces.Held()  # workspaces of compiled code
-        self.cuts: dict[tuple[int, ...], Any] = {}  # written by `tandem.pipelines.run`: pieces by indices of the ops that run alone
+        self.cuts: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}  # written by `tandem.pipelines.run`: by indices of ops that run alone
         self.pipeline(())  # raises errors before a tensor is passed
 
     def _read_places(self) -> None:

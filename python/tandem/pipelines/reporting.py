@@ -15,7 +15,6 @@ from typing_extensions import Self
 
 from tandem import _C, recipe_state
 from tandem.op_base.base import OpBase
-from tandem.pipelines.foreign import Pieces
 from tandem.pipelines.joined import are_adjacent
 from tandem.pipelines.picture import rendered, step_times
 from tandem.pipelines.prepared import Outputs
@@ -64,14 +63,10 @@ class ReportingMixin:
                 If Graphviz' program `dot` is installed, it lays out pictures.
             profile: a torch.profiler.profile of calls, or a dict from names of steps to microseconds, which pictures show.
         """
-        _check_format(format)
-        times = step_times(profile)
-        reports = [report for run in self._op_runs() for report in _reports(run, format, times)]
-        if not reports:
+        found = _explained((("", run) for run in self._op_runs()), format, profile)
+        if not found:
             raise ValueError("explain: expected a container that has been called, got one without calls. Call it once with an input.")
-        if format == "json":
-            return reports[0] if len(reports) == 1 else f"[{','.join(reports)}]"
-        return "\n".join(reports)
+        return found
 
     def _repr_html_(self) -> str:
         try:
@@ -86,19 +81,11 @@ class ReportingMixin:
         If ops with hooks divide a pipeline, the report says so, and its pieces are compared.
         """
         outcomes: list[_C.VerifyReport | Verification] = []
-        rest = extra_inputs
-        channels: dict[str, torch.Tensor] = {}
-        for run in self._prepare():
-            if not isinstance(run, OpRun):
-                x = run(x)
-                continue
-            now = run.prepare()
-            given, rest = run.take(rest, channels)
-            now.check_count(given)
-            with recipe_state.unchanged([owner for owner, _, _ in now.state_owners]):
-                outputs = _verified(run, x, given, self.training, masks, outcomes)
-            x, _ = run.give(outputs, channels)
-        self._check_all_taken(rest)
+
+        def call(run: OpRun, x: torch.Tensor, given: Sequence[torch.Tensor], training: bool, _: Any) -> Outputs:
+            return _verified(run, x, given, training, masks, outcomes)
+
+        self._walk(self._prepare(), x, extra_inputs, None, call)
         return _together(outcomes)
 
     def require_fusion(self: Any, names: str | Iterable[str]) -> Self:
@@ -142,18 +129,25 @@ def runs_inside(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, 
 
 def explained(module: torch.nn.Module, format: str, profile: Any) -> str:
     """The plans of a module that is no container, and of the modules inside it."""
-    _check_format(format)
+    found = _explained(runs_inside(module), format, profile)
+    if not found:
+        raise ValueError(f"explain: expected a module with pipelines that have been called, got {module._get_name()} without. {_what_to_do(module)}")
+    return found
+
+
+def _explained(runs: Iterable[tuple[str, OpRun]], format: str, profile: Any) -> str:
+    """The plans of runs, each with the module path of its owner; empty before their first call."""
+    if format not in _FORMATS:
+        raise ValueError(f'explain: expected format "text", "svg", "html", "dot" or "json", got "{format}". Name one of them.')
     times = step_times(profile)
-    reports_of_runs = [(name, _reports(run, format, times)) for name, run in runs_inside(module)]
     entries: list[str] = []
-    for name, reports in reports_of_runs:
+    for name, run in runs:
+        reports = _reports(run, format, times)
         if reports and name and format in ("text", "html"):
             entries.append(f"{name}:" if format == "text" else f"<h4>{html.escape(name)}</h4>")
         entries += reports
-    if not entries:
-        raise ValueError(f"explain: expected a module with pipelines that have been called, got {module._get_name()} without. {_what_to_do(module)}")
-    if format == "json":
-        return entries[0] if len(entries) == 1 else f"[{','.join(entries)}]"
+    if format == "json" and len(entries) > 1:
+        return f"[{','.join(entries)}]"
     return "\n".join(entries)
 
 
@@ -181,10 +175,8 @@ def is_skipped(module: torch.nn.Module) -> bool:
 def verified(module: torch.nn.Module, x: torch.Tensor, extra: Sequence[torch.Tensor], masks: int) -> Verification:
     """Compares fused with unfused steps of a container, an op, or a module with `_calls_of_parts`. Raises TypeError for other modules."""
     if isinstance(module, OpBase):
-        run, outcomes = module._run_alone(), []
-        run.now.check_count(extra)
-        with recipe_state.unchanged([owner for owner, _, _ in run.now.state_owners]):
-            _verified(run, x, extra, module.training, masks, outcomes)
+        outcomes: list[_C.VerifyReport | Verification] = []
+        _verified(module._run_alone(), x, extra, module.training, masks, outcomes)
         return _together(outcomes)
     if isinstance(module, ReportingMixin):
         return module.verify(x, *extra, masks=masks)
@@ -199,13 +191,8 @@ def _together(outcomes: Sequence[Any]) -> Verification:
     return Verification(passed, sum(outcome.comparisons for outcome in outcomes), "\n".join(outcome.text for outcome in outcomes))
 
 
-def _check_format(format: str) -> None:
-    if format not in _FORMATS:
-        raise ValueError(f'explain: expected format "text", "svg", "html", "dot" or "json", got "{format}". Name one of them.')
-
-
 def _parts_now(run: OpRun) -> list[OpRun]:
-    return [part.run for part in run.cut().parts] if run.now.hooked() else [run]
+    return run.cut().runs if run.now.hooked() else [run]
 
 
 def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
@@ -218,7 +205,7 @@ def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
     if reports:
         reports += _lines(_apart(run), format)
     for cut in list(run.now.cuts.values()):
-        parts = [report for part in cut.parts for report in _reports(part.run, format, times)]
+        parts = [report for part in cut.runs for report in _reports(part, format, times)]
         if parts:
             reports += [*_cut_report(cut, format), *parts]
     return reports
@@ -240,10 +227,10 @@ def _apart(run: OpRun) -> list[str]:
     return texts
 
 
-def _cut_report(cut: Cut | Pieces, format: str) -> list[str]:
+def _cut_report(cut: Cut, format: str) -> list[str]:
     if format == "json":
         return [json.dumps({"cut": cut.reasons, "plans": []})]
-    return _lines([f"cut into {len(cut.parts)} pipeline{'s' * (len(cut.parts) != 1)}: {reason}" for reason in cut.reasons], format)
+    return _lines([f"cut into {len(cut.runs)} pipeline{'s' * (len(cut.runs) != 1)}: {reason}" for reason in cut.reasons], format)
 
 
 def _lines(lines: list[str], format: str) -> list[str]:
@@ -255,7 +242,7 @@ def _lines(lines: list[str], format: str) -> list[str]:
 def _fusions(run: OpRun) -> set[str]:
     names = {name for pipeline in run.called_pipelines() for name in pipeline.fusions_made()}
     names.update(name for description, _ in list(run.now.descriptions.values()) for name in _C.fusions_of_description(description))
-    return names.union(*(_fusions(part.run) for cut in list(run.now.cuts.values()) for part in cut.parts))
+    return names.union(*(_fusions(part) for cut in list(run.now.cuts.values()) for part in cut.runs))
 
 
 def _verified(
@@ -269,9 +256,11 @@ def _verified(
         pipeline = now.pipeline(flags)
         outcomes.append(pipeline.verify([x, *given], now.library_training(flags, training), masks))
 
-    if not run.now.hooked():
-        check(run, x, extra)
-        return run(x, extra, training)
-    cut = run.cut()
-    outcomes.append(Verification(True, 0, "\n".join(_cut_report(cut, "text"))))
-    return run.call_cut(cut.parts, x, extra, training, None, lambda part, x, given: check(part.run, x, given))
+    run.now.check_count(extra)
+    with recipe_state.unchanged([owner for owner, _, _ in run.now.state_owners]):
+        if not run.now.hooked():
+            check(run, x, extra)
+            return run(x, extra, training)
+        cut = run.cut()
+        outcomes.append(Verification(True, 0, "\n".join(_cut_report(cut, "text"))))
+        return run.call_cut(cut, x, extra, training, None, check)

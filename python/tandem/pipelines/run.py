@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +18,12 @@ from tandem.op_base.changes import Changes, structure
 from tandem.op_base.deferred import deferred, materialize
 from tandem.op_base.places import places
 from tandem.pipelines import buffers, foreign, shards
-from tandem.pipelines.cut import Piece, Wiring, pieces, reasons
+from tandem.pipelines.cut import Tensors, Wiring, reasons, wirings
 from tandem.pipelines.joined import JoinedMixin
 from tandem.pipelines.prepared import Bindings, Kwargs, Outputs, Prepared, own_call, wrong_count
 from tandem.pipelines.terms import Terms
 from tandem.quantized.parameters import is_shared
 
-Tensors = tuple[torch.Tensor, ...]
 NO_EXTRAS: tuple[()] = ()  # the empty tuple is one object: comparing by `is` needs no truth value, which a proxy of torch.fx lacks
 _NOTHING = SimpleNamespace(token=None, captured=None)  # in the place of a `Prepared` before the first `prepare`
 
@@ -83,10 +84,8 @@ class OpRun:
             now.check_count(extra)
             if now.notified_ops and not now.hooked():  # pieces notify their own ops
                 now.notify(x, extra)
-            if now.hooked():
-                return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs)
-            if not kwargs and self.prepared_products:
-                return self.prepared_pieces(x, training)
+            if now.hooked() or not kwargs and self.prepared_products:
+                return self.call_cut(self.prepared_cut, x, extra, training, kwargs)
             return now.call_op(x, extra, training, kwargs)
         now = self.now
         if now.token is not self.changes.token:
@@ -99,7 +98,7 @@ class OpRun:
             if not now.hooked():
                 now.notify(x, extra)
             if now.has_own_calls:
-                return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
+                return self.call_cut(self.cut(now), x, extra, training, kwargs)
         if now.joined and is_shared(x):
             shards.check_parts(now.joined)
         flags = tuple([op.training for op in now.training_ops])
@@ -131,14 +130,12 @@ class OpRun:
         for tensor in (x, *extra):
             if not isinstance(tensor, torch.Tensor) and not hasattr(type(tensor), "__torch_function__"):
                 raise TypeError(f"pipeline: expected tensors, got {type(tensor).__name__}. Pass its inputs as torch.Tensor.")
-        if now.hooked():
+        if now.hooked() or not kwargs and foreign.own_products(now):
             try:
-                return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
+                return self.call_cut(self.cut(now), x, extra, training, kwargs)
             except NotImplementedError as error:
                 shards.check_rules(now.basic_ops, error)
                 raise
-        if not kwargs and foreign.own_products(now):
-            return self.own_pieces()(x, training)
         pipeline.check_no_writes(x, list(extra))
         pipeline.note_recipe(in_training)
         return now.call_op(x, extra, training, kwargs)
@@ -158,25 +155,18 @@ class OpRun:
     def take(self, extra: Tensors, channels: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
         """The extra inputs of this run, from the caller and from channels, and the caller's remaining ones. Raises ValueError if too few are left."""
         count = self.num_from_caller
-        given, rest = extra[:count], extra[count:]
         if self.wiring is None:
-            return given, rest
-        if len(given) != count:
+            return extra[:count], extra[count:]
+        if len(extra) < count:
             readers = zip(self.now.extra_readers(), self.wiring.inputs, strict=True)
-            raise ValueError(wrong_count([reader for reader, channel in readers if channel is None], len(given)))
-        own = iter(given)
-        return tuple([next(own) if channel is None else channels[channel] for channel in self.wiring.inputs]), rest
+            raise ValueError(wrong_count([reader for reader, channel in readers if channel is None], len(extra)))
+        return self.wiring.take(extra, channels)
 
     def give(self, outputs: Outputs, channels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Tensors]:
         """The output, and the extra outputs for the caller. Stores the other extra outputs in `channels`."""
         if not isinstance(outputs, tuple):
             return outputs, ()
-        if self.wiring is None:
-            return outputs[0], outputs[1:]
-        for (channel, _), output in zip(self.wiring.outputs, outputs[1:], strict=True):
-            if channel is not None:
-                channels[channel] = output
-        return outputs[0], tuple([output for (_, to_caller), output in zip(self.wiring.outputs, outputs[1:], strict=True) if to_caller])
+        return outputs[0], outputs[1:] if self.wiring is None else self.wiring.give(outputs[1:], channels)
 
     def called_pipelines(self) -> list[_C.EagerPipeline]:
         """The eager pipelines that have a plan."""
@@ -190,12 +180,13 @@ class OpRun:
         return now.pipeline(())
 
     def cut(self, now: Prepared | None = None) -> Cut:
-        """The pieces into which ops with hooks, as they are now, divide this run."""
+        """The parts into which ops with hooks or, without any, products whose weights multiply by themselves divide this run, as they are now."""
         now = self.prepare() if now is None else now
         hooked = now.hooked()
-        cut: Cut = now.cuts.get(hooked) or now.cuts.setdefault(hooked, Cut(now, hooked))
-        for part in cut.parts:
-            part.run.prepare()
+        key = (hooked, () if hooked else foreign.own_products(now))
+        cut: Cut = now.cuts.get(key) or now.cuts.setdefault(key, Cut(now, *key))
+        for run in cut.runs:
+            run.prepare()
         return cut
 
     prepared_cut = property(_C.native_getter(cut))  # for Dynamo
@@ -207,64 +198,47 @@ class OpRun:
 
     prepared_products = property(_C.native_getter(own_products, "changes", "token", "products"))  # for Dynamo
 
-    def own_pieces(self) -> foreign.Pieces:
-        """The pieces into which products with such weights divide this run."""
-        now = self.prepare()
-        found = foreign.pieces(now, foreign.own_products(now), OpRun)
-        for part in found.parts:
-            part.run.prepare()
-        return found
-
-    prepared_pieces = property(_C.native_getter(own_pieces))  # for Dynamo
-
     def call_cut(
         self,
-        parts: list[Part],
+        cut: Cut,
         x: torch.Tensor,
         extra: Sequence[torch.Tensor],
         training: bool,
         kwargs: Kwargs | None,
-        before: Callable[[Part, torch.Tensor, list[torch.Tensor]], None] | None = None,
+        before: Callable[[OpRun, torch.Tensor, Tensors], None] | None = None,
     ) -> Outputs:
-        """Calls the parts in order. `before` is called before each part, with the part and its inputs."""
+        """Calls the parts in order. `before` is called before each part that is a run, with the run and its inputs."""
         channels: dict[str, torch.Tensor] = {}
         results: list[torch.Tensor] = []
-        rest = list(extra)
+        rest = tuple(extra)
         product: OpBase | None = None  # the product of whose columns x has one rank's
-        for part in parts:
-            product = shards.check_columns(product, part.piece.ops, x)
-            given = [rest.pop(0) if channel is None else channels[channel] for channel in part.inputs]
-            if before is not None:
-                before(part, x, given)
+        for part in cut.parts:
+            product = shards.check_columns(product, part.ops, x)
+            given, rest = part.wiring.take(rest, channels)
+            if before is not None and part.run is not None:
+                before(part.run, x, given)
             outputs = part(x, given, training, kwargs)
             product = shards.cut_product(product, part.op, x, outputs[0])
             x = outputs[0]
-            for (channel, to_caller), output in zip(part.outputs, outputs[1:], strict=True):
-                if channel is not None:
-                    channels[channel] = output
-                if to_caller:
-                    results.append(output)
+            results.extend(part.wiring.give(outputs[1:], channels))
         return (x, *results) if results else x
 
 
+@dataclass(frozen=True)
 class Part:
-    """A piece of a divided run, as a run of its own."""
+    """A part of a divided run: consecutive ops as a run of their own, an op that is called as a module, or a product that its weight computes."""
 
-    def __init__(self, piece: Piece, terms: Terms) -> None:
-        self.piece = piece
-        self.inputs, self.outputs = piece.inputs, piece.outputs
-        self.op = piece.ops[0] if piece.is_alone else None  # an op that is called as a module
-        if self.op is None:
-            self.run = OpRun(piece.ops, piece.bindings, terms)
-        elif any(inputs or outputs for inputs, outputs in piece.bindings):
-            _check_passes_on(self.op)
-            self.run = OpRun(self.op.flat_ops(), piece.bindings, Terms(memory_budget=terms.memory_budget), owner=self.op)
-        else:
-            self.run = self.op._run_alone()
+    ops: Sequence[OpBase]
+    first: int  # index of the first basic op
+    wiring: Wiring
+    op: Any  # the op that runs alone, if it does
+    run: OpRun | None  # None for a product
 
-    def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None) -> Any:
-        first, count = self.piece.first, self.piece.count
-        own = {i - first: k for i, k in (kwargs or {}).items() if first <= i < first + count}
+    def __call__(self, x: torch.Tensor, extra: Tensors, training: bool, kwargs: Kwargs | None) -> Any:
+        if self.run is None:
+            return (torch.nn.functional.linear(x, self.op.weight),)
+        count = len(self.wiring.bindings)
+        own = {i - self.first: k for i, k in (kwargs or {}).items() if self.first <= i < self.first + count}
         if self.op is None:
             outputs = self.run(x, extra, training, own or None)
         else:
@@ -278,11 +252,37 @@ class Part:
 
 
 class Cut:
-    """The parts of a run if the ops at the indices `hooked` run alone, and the reasons."""
+    """The parts of a run if the ops at the indices `hooked` run alone or else the products at the indices `products`, and the reasons."""
 
-    def __init__(self, now: Prepared, hooked: tuple[int, ...]) -> None:
-        self.reasons = reasons(now, hooked)
-        self.parts = [Part(piece, now.terms) for piece in pieces(now, hooked)]
+    def __init__(self, now: Prepared, hooked: tuple[int, ...], products: tuple[int, ...]) -> None:
+        self.reasons = foreign.reasons(now, products) if products else reasons(now, hooked)
+        ops, alone = (now.basic_ops, products) if products else (now.ops, hooked)
+        groups: list[list[int]] = []
+        for index in range(len(ops)):
+            if index in alone or index - 1 in alone or not groups:
+                groups.append([])
+            groups[-1].append(index)
+        counts = [len(group) if products else sum(len(ops[index].flat_ops()) for index in group) for group in groups]
+        bounds = list(accumulate(counts, initial=0))
+        wired = wirings([now.bindings[first:end] for first, end in pairwise(bounds)])
+        self.parts: list[Part] = []
+        for group, first, wiring in zip(groups, bounds, wired, strict=False):
+            own = [ops[index] for index in group]
+            if group[0] not in alone:
+                run = OpRun(own, wiring.bindings, now.terms._replace(required=()) if products else now.terms)
+                self.parts.append(Part(own, first, wiring, None, run))
+            else:
+                self.parts.append(Part(own, first, wiring, own[0], None if products else _run_alone(own[0], wiring, now.terms)))
+        self.runs = [part.run for part in self.parts if part.run is not None]
+
+
+def _run_alone(op: OpBase, wiring: Wiring, terms: Terms) -> OpRun:
+    """The run of an op that is called as a module."""
+    if not any(inputs or outputs for inputs, outputs in wiring.bindings):
+        run: OpRun = op._run_alone()
+        return run
+    _check_passes_on(op)
+    return OpRun(op.flat_ops(), wiring.bindings, Terms(memory_budget=terms.memory_budget), owner=op)
 
 
 def _check_passes_on(op: OpBase) -> None:
