@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,32 +26,19 @@ class Call(NamedTuple):
     requested: tuple[bool, ...]  # whether the gradient is required of x, of each extra input, and of each parameter
 
 
-class Draws:
-    """The tensors, such as seeds, that ops of the library have drawn from generators while a fused forward runs."""
-
-    def __init__(self) -> None:
-        self._made: list[tuple[Any, torch.Tensor]] = []
-
-    def add(self, op: Any, tensor: torch.Tensor) -> None:
-        self._made.append((op, tensor))
-
-    def made(self, op: Any, tensor: torch.Tensor | None) -> bool:
-        """Whether `op` itself has drawn `tensor`."""
-        return any(op is known and tensor is drawn for known, drawn in self._made)
-
-
-_running = threading.local()
+Draws = list[tuple[Any, torch.Tensor]]  # ops of the library, and tensors, such as seeds, that each has drawn from a generator
+_draws: contextvars.ContextVar[Draws | None] = contextvars.ContextVar("draws", default=None)
 
 
 @contextlib.contextmanager
 def drawing() -> Iterator[Draws]:
-    """Records what ops draw in this thread."""
-    outer, draws = getattr(_running, "draws", None), Draws()
-    _running.draws = draws
+    """Records what ops draw in this thread, while a forward of a user runs."""
+    draws: Draws = []
+    token = _draws.set(draws)
     try:
         yield draws
     finally:
-        _running.draws = outer
+        _draws.reset(token)
 
 
 def description_of(entries: list[_C.OpEntry], recipe: str = "null", *, training: bool = True, fusions_version: int = 0) -> str:
@@ -260,11 +247,9 @@ class DirectionsMixin:
         params = [getattr(self, name) for name in self._parameter_names]
         described = self._described(len(params), Call(_C.in_force.recipe, self.training, ()))
         outputs, saved = _C.op_forward(described, [x, *extra], params)
-        draws: Draws | None = getattr(_running, "draws", None)
+        draws = _draws.get()
         if draws is not None:
-            for name, tensor in zip(self._context, saved, strict=True):
-                if name in self._drawn and tensor is not None:
-                    draws.add(self, tensor)
+            draws += [(self, tensor) for name, tensor in zip(self._context, saved, strict=True) if name in self._drawn and tensor is not None]
         return outputs, tuple(saved)
 
     def _library_backward_of(self: Any, ctx: OperationContext, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, Tensors, Tensors]:

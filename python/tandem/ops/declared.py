@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,14 @@ import torch
 from tandem.op_base.base import BasicOpBase, OpBase
 from tandem.op_base.context import OperationContext
 from tandem.ops.op import FusedOperation
-from tandem.user_ops.fusions import FusionHandle, Refused, RuledFusion, register_ruled
+from tandem.user_ops.fusions import FusionHandle, Refused, register_ruled
 from tandem.user_ops.styles import call_accepting
 
 Kinds = type[BasicOpBase] | tuple[type[BasicOpBase], ...]
 ByOp = Mapping[BasicOpBase, Any]
 
 
-class DeclaredFusion(RuledFusion):
+class DeclaredFusion:
     """A fusion function over lists of ops, which `register_fusion` creates from its arguments."""
 
     def __init__(
@@ -50,36 +50,32 @@ class DeclaredFusion(RuledFusion):
         self.fused_class = _fused_class(name, self.pass_name, forward, backward)
 
     def __call__(self, ops: Sequence[OpBase], *, recipe: Any = None) -> list[OpBase]:
-        found: list[OpBase] = []
-        rest = list(ops)
-        while rest:
-            window = self._matched(rest)
-            if window and self._reason(window) is None:
-                found.append(self.fused_class(window))
-                rest = rest[len(window) :]
-            else:
-                found.append(rest.pop(0))
+        found = list(ops)
+        for index, window, reason in reversed(list(self._matches(ops))):
+            if reason is None:
+                found[index : index + len(window)] = [self.fused_class(window)]
         return found
 
     def refusals(self, ops: Sequence[OpBase]) -> list[Refused]:
         """The refusals of the rule for matches in this list."""
         found: list[Refused] = []
-        first, index = 0, 0
-        while index < len(ops):
-            window = self._matched(ops[index:])
-            reason = self._reason(window) if window else None
-            if window and reason is not None:
+        for index, window, reason in self._matches(ops):
+            if reason is not None:
+                first = sum(len(op.covered_ops()) for op in ops[:index])
                 found.append(Refused(first, first + len(window) - 1, self.name, reason))
-            step = len(window) if window and reason is None else 1
-            first += sum(len(op.covered_ops()) for op in ops[index : index + step])
-            index += step
         return found
 
-    def _matched(self, ops: Sequence[OpBase]) -> list[BasicOpBase]:
-        window = list(ops[: len(self.pattern)])
-        if len(window) == len(self.pattern) and all(isinstance(op, kinds) for op, kinds in zip(window, self.pattern, strict=True)):
-            return window  # type: ignore[return-value]
-        return []
+    def _matches(self, ops: Sequence[OpBase]) -> Iterator[tuple[int, list[Any], str | None]]:
+        """Each match: the index of its first op, its ops, and the reason if the rule refuses it. An op belongs to one match that is not refused."""
+        index = 0
+        while index + len(self.pattern) <= len(ops):
+            window = list(ops[index : index + len(self.pattern)])
+            is_made = False
+            if all(isinstance(op, kinds) for op, kinds in zip(window, self.pattern, strict=True)):
+                reason = self._reason(window)
+                is_made = reason is None
+                yield index, window, reason
+            index += len(window) if is_made else 1
 
     def _reason(self, window: Sequence[BasicOpBase]) -> str | None:
         try:
@@ -209,4 +205,4 @@ def register_fusion(
         prepend: whether the fusion is tried before the fusions registered so far.
     """
     declared = DeclaredFusion(name, pattern, forward, backward, refuse)
-    return register_ruled(declared.pass_name, declared, prepend)
+    return register_ruled(declared.pass_name, declared, name, declared.refusals, prepend)

@@ -251,7 +251,7 @@ class Prepared:
             return found
         modules = {id(module): module for op in self.ops for module in (op, *op.flat_ops(), op._holder)}
         made = _C.EagerPipeline(
-            self.ops_text(flags, None, modes, buffers=False, shared=False, name_instances=python_op.any_fusions())[0],
+            self.ops_text(flags, None, modes, buffers=False, shared=False, name_instances=fusions.any_fusions())[0],
             [(module._parameters, module.__dict__, name) for module, name in self.places],
             [(module.__dict__, module is not self.owner) for module in modules.values()],
             self.owner is None,
@@ -406,7 +406,7 @@ class Prepared:
             text = _keep(self.texts, key, sys.intern(json.dumps([ops, self.terms, *key])))
         else:
             text = self.texts[key]
-        if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change the text
+        if not self.python_ops and not fusions.any_fusions():  # then nothing but `token` can change the text
             self.__dict__.update(described_text=text, described_token=token)  # in one step, because other threads read both
         return text
 
@@ -463,7 +463,7 @@ class Prepared:
 
     def _made_by_fusions(self, recipe: str) -> tuple[Any, ...]:
         """What the registered functions return for these ops under a recipe; empty if no function is registered."""
-        if not python_op.any_fusions():
+        if not fusions.any_fusions():
             return ()
         key = ("fusions", structure.fusions, recipe)
         made = self.texts.get(key)

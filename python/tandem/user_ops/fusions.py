@@ -24,32 +24,39 @@ from tandem.user_ops.ghost import ghost_of
 FusionFunction = Callable[..., Sequence[OpBase]]
 
 _PASSES = {"joint": "forward_backward", "forward": "forward", "backward": "backward"}
-_functions: dict[str, list[FusionFunction]] = {name: [] for name in _PASSES}
-_registered: dict[int, int] = {}  # number of each registered function; every registration has a new number
+_functions: dict[str, list[FusionHandle]] = {name: [] for name in _PASSES}
 _numbers = itertools.count()
+
+
+class Refused(NamedTuple):
+    """A match of a fusion that its own rule refused."""
+
+    first: int
+    last: int
+    name: str
+    refusal: str
 
 
 class FusionHandle:
     """A registered fusion. `remove()`, or the end of a `with` block, unregisters it; pipelines are then planned anew."""
 
-    def __init__(self, pass_name: str, function: FusionFunction) -> None:
+    def __init__(self, pass_name: str, function: FusionFunction, name: str, refusals: Callable[[Sequence[OpBase]], list[Refused]] | None = None) -> None:
         """Makes a handle; the register functions do this.
 
         Args:
             pass_name: "joint", "forward" or "backward".
             function: the registered function.
+            name: the name of the fusion.
+            refusals: of a fusion with a rule that may refuse, a function that returns the matches in a list of ops that the rule refuses.
         """
-        self._pass_name, self._function, self._is_registered = pass_name, function, True
+        self._pass_name, self._function, self._name, self._refusals = pass_name, function, name, refusals
+        self._number = next(_numbers)  # every registration has a new number
 
     def remove(self) -> None:
         """Unregisters the fusion. A second call does nothing."""
-        if not self._is_registered:
-            return
-        self._is_registered = False
-        _functions[self._pass_name].remove(self._function)
-        if not any(self._function in functions for functions in _functions.values()):
-            _registered.pop(id(self._function), None)
-        _changed(-1)
+        if self in _functions[self._pass_name]:
+            _functions[self._pass_name].remove(self)
+            structure.change_fusions()
 
     def __enter__(self) -> Self:
         return self
@@ -123,27 +130,35 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
     return _register("joint", op_fusion_func, prepend)
 
 
-def name_of(function: FusionFunction) -> str:
-    if isinstance(function, RuledFusion):
-        return function.name
-    return getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
+def any_fusions() -> bool:
+    """Whether functions over lists of ops are registered, so that descriptions must name instances."""
+    return any(_functions.values())
 
 
 def _register(pass_name: str, function: FusionFunction, prepend: bool) -> FusionHandle:
     register = f"register_{_PASSES[pass_name]}_fusion"
     if not callable(function):
         raise TypeError(f"{register}: expected a function over the op list, got {type(function).__name__}. Pass op_fusion_func(ops, *, recipe).")
-    if function in _functions[pass_name]:
-        raise ValueError(f"{register}: expected a new function, got {name_of(function)}, which is registered. Remove its handle first.")
-    _functions[pass_name].insert(0 if prepend else len(_functions[pass_name]), function)
-    _registered[id(function)] = next(_numbers)
-    _changed(1)
-    return FusionHandle(pass_name, function)
+    name = getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
+    if any(function == known._function for known in _functions[pass_name]):
+        raise ValueError(f"{register}: expected a new function, got {name}, which is registered. Remove its handle first.")
+    return _add(FusionHandle(pass_name, function, name), prepend)
 
 
-def _changed(count: int) -> None:
-    python_op.count_fusions(count)
+def register_ruled(
+    pass_name: str, function: FusionFunction, name: str, refusals: Callable[[Sequence[OpBase]], list[Refused]], prepend: bool
+) -> FusionHandle:
+    """Registers a fusion with a rule that may refuse. Raises ValueError if such a fusion with this name is registered."""
+    if any(known._refusals is not None and known._name == name for handles in _functions.values() for known in handles):
+        raise ValueError(f"register_fusion: expected a new name, got {name!r}, which is registered. Remove its handle first.")
+    return _add(FusionHandle(pass_name, function, name, refusals), prepend)
+
+
+def _add(handle: FusionHandle, prepend: bool) -> FusionHandle:
+    handles = _functions[handle._pass_name]
+    handles.insert(0 if prepend else len(handles), handle)
     structure.change_fusions()
+    return handle
 
 
 class _Returned(NamedTuple):
@@ -152,36 +167,7 @@ class _Returned(NamedTuple):
     first: int  # index of its first basic op
     last: int
     op: FusedOpBase
-    function: FusionFunction
-
-
-class Refused(NamedTuple):
-    """A match of a fusion that its own rule refused."""
-
-    first: int
-    last: int
-    name: str
-    refusal: str
-
-
-class RuledFusion:
-    """A fusion function with a name and a rule that may refuse."""
-
-    name: str
-
-    def __call__(self, ops: Sequence[OpBase], *, recipe: Any = None) -> list[OpBase]:
-        raise NotImplementedError
-
-    def refusals(self, ops: Sequence[OpBase]) -> list[Refused]:
-        """The matches that the rule refuses in this list."""
-        raise NotImplementedError
-
-
-def register_ruled(pass_name: str, fusion: RuledFusion, prepend: bool) -> FusionHandle:
-    """Registers the fusion. Raises ValueError if a fusion with this name is registered."""
-    if any(isinstance(known, RuledFusion) and known.name == fusion.name for functions in _functions.values() for known in functions):
-        raise ValueError(f"register_fusion: expected a new name, got {fusion.name!r}, which is registered. Remove its handle first.")
-    return _register(pass_name, fusion, prepend)
+    handle: FusionHandle
 
 
 class Fused:
@@ -193,10 +179,10 @@ class Fused:
 
     refusal = None
 
-    def __init__(self, returned: _Returned, pass_name: str, recipe: str | None) -> None:
+    def __init__(self, returned: _Returned, recipe: str | None) -> None:
         op = returned.op
         self.recipe = recipe or "null"
-        self.pass_name, self.name = pass_name, name_of(returned.function)
+        self.pass_name, self.name = returned.handle._pass_name, returned.handle._name
         self.first, self.last = returned.first, returned.last
         self.key = f"{op._get_name()}@{next(_numbers)}"  # identifies the fused op in messages
         op.covered_ops()[0].__dict__.setdefault("_fused_ops", weakref.WeakKeyDictionary())[self] = op
@@ -225,12 +211,17 @@ def written_context(fused: Fused, basic: BasicOpBase, context: OperationContext,
         )
     by_name = dict(zip(context.saved_names or basic._context, saved, strict=True))
     for name in basic._drawn if basic.training else ():
-        if not draws.made(basic, by_name[name]):
+        if not any(op is basic and tensor is by_name[name] for op, tensor in draws):
             raise ValueError(
                 f"{fused.name}: expected as {name} of {basic._get_name()} what the op's own forward has drawn, from which its backward draws the same "
                 "numbers again, got another. Call op_forward of the op in the fused forward, or register the fusion for both directions."
             )
     return [by_name[name] for name in basic._context]
+
+
+def _attributes(context: OperationContext) -> tuple[str, ...]:
+    """The names of the attributes that an op has set on a context."""
+    return tuple(sorted(set(vars(context)) - {field.name for field in dataclasses.fields(OperationContext)}))
 
 
 class _Saved(NamedTuple):
@@ -243,8 +234,7 @@ class _Saved(NamedTuple):
     @classmethod
     def on(cls, context: OperationContext) -> Self:
         tensors = tuple([None if tensor is None else (tensor.dtype, tensor.dim()) for tensor in context.to_save or ()])
-        fields = tuple(sorted(set(vars(context)) - {field.name for field in dataclasses.fields(OperationContext)}))
-        return cls(tensors, context.saved_names, fields)
+        return cls(tensors, context.saved_names, _attributes(context))
 
     def fits(self, own: Self) -> bool:
         """Whether a backward that reads `own` finds all of it in this."""
@@ -282,8 +272,7 @@ def check_saved(fused: Fused, basic: BasicOpBase, context: OperationContext) -> 
 def unread(name: str, op: BasicOpBase | FusedOpBase, contexts: Sequence[OperationContext], error: Exception) -> RuntimeError:
     """The error for a backward that cannot read the contexts that another forward wrote."""
     written = "; ".join(
-        f"tensors ({', '.join(context.saved_names) or len(context.saved_tensors or ())}) and fields "
-        f"({', '.join(sorted(set(vars(context)) - {field.name for field in dataclasses.fields(OperationContext)}))})"
+        f"tensors ({', '.join(context.saved_names) or len(context.saved_tensors or ())}) and fields ({', '.join(_attributes(context))})"
         for context in contexts
     )
     return RuntimeError(
@@ -300,19 +289,17 @@ def groups(pass_name: str, instances: Sequence[str], recipe: str | None, joint: 
     if any(op is None for op in ops):
         return []
     found, refused = _returned(pass_name, ops, recipe, [(fused.first, fused.last, fused.get()[0]) for fused in joint])
-    return [*refused, *[Fused(returned, pass_name, recipe) for returned in found]]
+    return [*refused, *[Fused(returned, recipe) for returned in found]]
 
 
 def fusions_made(ops: Sequence[BasicOpBase], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
     """What the functions of all passes return for `ops`: pass, first op, last op, number of the function."""
     quantized = None if recipe == "null" else recipe
-    joint = _returned("joint", ops, quantized)[0]
-    of_both = [returned[:3] for returned in joint]
-    one_way = [(name, returned) for name in ("forward", "backward") for returned in _returned(name, ops, quantized, of_both)[0]]
-    return tuple(
-        (name, returned.first, returned.last, _registered[id(returned.function)])
-        for name, returned in [*[("joint", returned) for returned in joint], *one_way]
-    )
+    found = _returned("joint", ops, quantized)[0]
+    of_both = [returned[:3] for returned in found]
+    for pass_name in ("forward", "backward"):
+        found += _returned(pass_name, ops, quantized, of_both)[0]
+    return tuple((returned.handle._pass_name, returned.first, returned.last, returned.handle._number) for returned in found)
 
 
 def _returned(
@@ -323,15 +310,15 @@ def _returned(
     for first, last, op in reversed(joint):
         current[first : last + 1] = [op]
     of_both = {id(op) for _, _, op in joint}
-    made_by: dict[int, FusionFunction] = {}
+    made_by: dict[int, FusionHandle] = {}
     refused: list[Refused] = []
-    for function in _functions[pass_name]:
-        if isinstance(function, RuledFusion):
-            refused += function.refusals(current)
-        current = _call(function, pass_name, current, ops, recipe)
+    for handle in list(_functions[pass_name]):
+        if handle._refusals is not None:
+            refused += handle._refusals(current)
+        current = _call(handle, current, ops, recipe)
         for op in current:
             if op.is_fused_op and id(op) not in of_both:
-                made_by.setdefault(id(op), function)
+                made_by.setdefault(id(op), handle)
     found, first = [], 0
     for op in current:
         count = len(op.covered_ops())
@@ -341,10 +328,10 @@ def _returned(
     return found, refused
 
 
-def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Sequence[Any], recipe: str | None) -> list[Any]:
-    name = name_of(function)
+def _call(handle: FusionHandle, current: list[Any], ops: Sequence[Any], recipe: str | None) -> list[Any]:
+    name = handle._name
     try:
-        returned = function(list(current), recipe=None if recipe is None else recipe_from_json(recipe))
+        returned = handle._function(list(current), recipe=None if recipe is None else recipe_from_json(recipe))
     except Exception as error:
         _tell_of(error, f"{name}: expected a list of ops, got this error. It is a registered fusion.")
         raise
@@ -359,7 +346,7 @@ def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Seq
         )
     for op in returned:
         if op.is_fused_op:
-            _check_directions(op, pass_name, name)
+            _check_directions(op, handle._pass_name, name)
     return list(returned)
 
 

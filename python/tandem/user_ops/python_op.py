@@ -34,18 +34,7 @@ _live: weakref.WeakValueDictionary[str, _Key] = weakref.WeakValueDictionary()
 _NONE = _Key({}, None)
 _instances: weakref.WeakValueDictionary[str, BasicOpBase] = weakref.WeakValueDictionary()
 _naming = threading.RLock()  # held while an op gets a key; reentrant, because another op may be freed meanwhile
-_fusion_functions = 0  # number of registered functions
 _objects = itertools.count(1)
-
-
-def any_fusions() -> bool:
-    """Whether functions over lists of ops are registered, so that descriptions must name instances."""
-    return _fusion_functions != 0
-
-
-def count_fusions(change: int) -> None:
-    global _fusion_functions
-    _fusion_functions += change
 
 
 def register_instance(op: BasicOpBase) -> None:

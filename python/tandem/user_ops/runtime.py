@@ -26,7 +26,6 @@ from tandem.user_ops.identity import own_code
 
 Tensors = Sequence[torch.Tensor | None]
 Asked = tuple[bool, list[list[bool]], list[list[bool]]]  # whether a gradient is required of x, of the parameters of each op, of its extra inputs
-_NOT_NOTED = contextlib.nullcontext(None)  # nobody compares the draws of an op's own forward
 _QUANTIZERS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
 
@@ -36,7 +35,7 @@ class Forward(NamedTuple):
     y: torch.Tensor
     extra_outputs: list[Tensors]  # for each covered op
     saved: Sequence[Any]  # tensors; for a forward fusion, a tuple of tensors for each covered op
-    fields: Any  # a _Fields or None, which backward gets too; for a forward fusion, one for each covered op
+    fields: Any  # a _Fields for each covered op, which backward gets too; for a forward fusion a list of such tuples, or None, for each covered op
 
 
 _Like = tuple[Sequence[int], torch.dtype, torch.device]  # what torch.zeros needs
@@ -68,17 +67,24 @@ class Gradients(NamedTuple):
 
 @dataclass
 class _Fields:
-    """What one call passes to its backward besides tensors. It lives in the autograd node, so it holds no module but a ghost without parameters."""
+    """What one call of an op passes to its backward besides tensors. It lives in the autograd node, so it holds no module but a ghost without parameters."""
 
-    contexts: list[OperationContext]
-    counts: list[int]  # number of tensors of each context
-    ghost: Any
-    y_like: _Like | None  # None inside a forward fusion, where only the fused op knows y
-    x_like: _Like | None  # None inside a forward fusion, where only the fused op knows x
-    extra_likes: list[list[_Like | None]]  # for each covered op
-    buffers: list[Tensors]  # for each covered op, the tensors that replaced its buffers in a trace
+    context: OperationContext
+    count: int  # number of tensors of the context
+    ghost: Any  # None inside a fusion of both directions, which has ghosts of its own
+    y_like: _Like | None  # None inside a fusion, where only the fused op knows y
+    x_like: _Like | None  # None inside a fusion, where only the fused op knows x
+    extra_likes: list[_Like | None]
+    buffers: Tensors  # the tensors that replaced the op's buffers in a trace
     written_by: str  # name of the fusion whose forward ran instead of the op's own, or empty
-    names: list[Names]  # names of the parameters and buffers of each covered op in forward: the op may have others now, and a ghost has none
+    names: Names  # names of the parameters and buffers in forward: the op may have others now, and a ghost has none
+
+    def context_with(self, tensors: Iterable[torch.Tensor | None]) -> OperationContext:
+        """The context that backward gets."""
+        context = OperationContext()
+        context.__dict__.update(self.context.__dict__)
+        context.saved_tensors = tuple(tensors)
+        return context
 
 
 def _names_of(ops: Sequence[BasicOpBase], params: Sequence[Tensors]) -> list[Names]:
@@ -167,37 +173,6 @@ def _own(target: str | fusions.Fused, basics: Sequence[Any]) -> Sequence[Any]:
     return basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()
 
 
-def _fields(
-    ops: Sequence[BasicOpBase],
-    params: Sequence[Tensors],
-    contexts: list[OperationContext],
-    saved: Sequence[Tensors],
-    named: list[Names],
-    ghost: Any,
-    y: torch.Tensor | None,
-    x: torch.Tensor | None,
-    extras: Sequence[Tensors],
-    written_by: str = "",
-) -> _Fields:
-    for context in contexts:
-        context.to_save = None
-    extra_likes = [[_like(tensor) for tensor in own] for own in extras]
-    buffers = [own[len(op_params) :] for own, op_params in zip(params, (names(op, "_parameters") for op in ops), strict=True)]
-    likes = (_like(y), _like(x), extra_likes)
-    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, *likes, buffers, written_by, named)
-
-
-def _contexts(fields: _Fields, saved: Iterable[torch.Tensor | None]) -> list[OperationContext]:
-    """The contexts that backward gets."""
-    contexts, tensors = [], iter(saved)
-    for kept, count in zip(fields.contexts, fields.counts, strict=True):
-        context = OperationContext()
-        context.__dict__.update(kept.__dict__)
-        context.saved_tensors = tuple([next(tensors) for _ in range(count)])
-        contexts.append(context)
-    return contexts
-
-
 def _context_of(op: BasicOpBase, saved: Tensors, recipe: str, requested: tuple[bool, ...], shape: Sequence[int] | None) -> OperationContext:
     """The context of an op of the library after its own forward. `shape` is the shape of x if the op's backward reads it."""
     context = OperationContext.of(op._context, saved)
@@ -264,28 +239,33 @@ class Runtime:
             _check_parameters(basic)
         contexts = [OperationContext(requires_grad=save) for _ in basics]
         named = _names_of(basics, params)
-        own, noted = own_code(_own(target, basics)), drawing() if fused is not None else _NOT_NOTED
-        with _telling_of_constants(op), _standing_in(basics, params, named), own, noted as draws:
+        with _telling_of_constants(op), _standing_in(basics, params, named), own_code(_own(target, basics)), drawing() as draws:
             y, extra_outputs = _run_forward(op, contexts, x, extras, [dict(arguments or {}) for arguments in given])
         outputs: list[Tensors] = [tuple(group) for group in extra_outputs]
-        saved: list[Any] = [tuple(context.to_save or ()) if save else () for context in contexts]
-        if fused is None and save and python_op.any_fusions():
+        if not save:
+            return Forward(y, outputs, [], None)
+        if fused is None and fusions.any_fusions():
             fusions.note_saved(op, contexts[0])
-        if fused is None or fused.pass_name == "joint":
-            fields = _fields(basics, params, contexts, saved, named, ghost_of(op) if fused is None else None, y, x, extras) if save else None
-            return Forward(y, outputs, [tensor for tensors in saved for tensor in tensors], fields)
-        fields_of: list[_Fields | None] = [None] * len(basics)
-        if save:
-            for index, (basic, context) in enumerate(zip(basics, contexts, strict=True)):
-                if basic.is_python_op:
-                    fusions.check_saved(fused, basic, context)
-                    own_x, own_y = x if index == 0 else None, y if index == len(basics) - 1 else None
-                    here = slice(index, index + 1)
-                    own = ([basic], params[here], [context], saved[here], named[here])
-                    fields_of[index] = _fields(*own, ghost_of(basic), own_y, own_x, extras[here], fused.name)
-                else:
-                    saved[index] = fusions.written_context(fused, basic, context, draws)
-        return Forward(y, outputs, saved, fields_of)
+        is_one_way = fused is not None and fused.pass_name == "forward"
+        saved: list[Tensors] = []
+        fields: list[_Fields | None] = []
+        for index, (basic, context, own_params, own_names, own_extras) in enumerate(zip(basics, contexts, params, named, extras, strict=True)):
+            if is_one_way and not basic.is_python_op:
+                saved.append(fusions.written_context(fused, basic, context, draws))
+                fields.append(None)
+                continue
+            if is_one_way:
+                fusions.check_saved(fused, basic, context)
+            saved.append(tuple(context.to_save or ()))
+            context.to_save = None
+            ghost = ghost_of(basic) if fused is None or is_one_way else None
+            y_like, x_like = _like(y) if index == len(basics) - 1 else None, _like(x) if index == 0 else None
+            buffers = own_params[len(names(basic, "_parameters")) :]
+            likes = [_like(tensor) for tensor in own_extras]
+            fields.append(_Fields(context, len(saved[-1]), ghost, y_like, x_like, likes, buffers, fused.name if is_one_way else "", own_names))
+        if is_one_way:
+            return Forward(y, outputs, saved, [None if own is None else (own,) for own in fields])
+        return Forward(y, outputs, [tensor for tensors in saved for tensor in tensors], tuple(fields))
 
     def backward(
         self,
@@ -298,42 +278,41 @@ class Runtime:
         requested: Asked,
         shapes: list[Sequence[int] | None],
     ) -> Gradients:
-        if isinstance(target, fusions.Fused):
-            op, basics = target.get()
+        fused: Any = target if isinstance(target, fusions.Fused) else None
+        if fused is not None:
+            op, basics = fused.get()
         else:
-            op, _ = python_op.live_op(target)
-            op = op if op is not None else fields.ghost
+            op, _ = python_op.live_op(target)  # type: ignore[arg-type]
+            op = op if op is not None else fields[0].ghost
             basics = (op,)
-        reader = target.name if isinstance(target, fusions.Fused) and target.pass_name == "backward" else ""
-        if isinstance(fields, _Fields):
-            contexts = _contexts(fields, saved)
+        reader = fused.name if fused is not None and fused.pass_name == "backward" else ""
+        if isinstance(fields, tuple):  # one forward wrote the contexts of all ops
+            rest, shapes = iter(saved), [None] * len(basics)
+            saved = [[next(rest) for _ in range(own.count)] for own in fields]
             if grad_y is None:
-                grad_y = _zeros(fields.y_like)
-            likes = {"x": [[fields.x_like]], "extra_inputs": fields.extra_likes}
-            params = [[*own, *buffers] for own, buffers in zip(params, fields.buffers, strict=True)]
-            named, reader = fields.names, fields.written_by
+                grad_y = _zeros(fields[-1].y_like)
+            reader = fields[0].written_by
         else:
-            contexts, of_params, named, extra_likes = [], [], [], []
-            recipe = target.recipe if isinstance(target, fusions.Fused) else "null"
-            given = zip(basics, saved, fields, params, _asked_of(basics, requested), shapes, strict=True)
-            for basic, tensors, own, own_params, own_asked, shape in given:
-                contexts += [_context_of(basic, tensors, recipe, own_asked, shape)] if own is None else _contexts(own, tensors)
-                of_params.append([*own_params, *(own.buffers[0] if own is not None else ())])
-                named += _names_of((basic,), of_params[-1:]) if own is None else own.names
-                extra_likes += [[None] * basic.num_extra_inputs] if own is None else own.extra_likes
-            params = of_params
-            first = fields[0].x_like if fields[0] is not None else _like(dict(zip(basics[0]._context, saved[0], strict=True)).get("x"))
-            likes = {"x": [[first]], "extra_inputs": extra_likes}
+            fields = [None if own is None else own[0] for own in fields]
+        contexts, of_params, named, extra_likes = [], [], [], []
+        recipe = "null" if fused is None else fused.recipe
+        given = zip(basics, saved, fields, params, _asked_of(basics, requested), shapes, strict=True)
+        for basic, tensors, own, own_params, own_asked, shape in given:
+            contexts.append(_context_of(basic, tensors, recipe, own_asked, shape) if own is None else own.context_with(tensors))
+            of_params.append([*own_params, *(() if own is None else own.buffers)])
+            named += _names_of((basic,), of_params[-1:]) if own is None else [own.names]
+            extra_likes.append([None] * basic.num_extra_inputs if own is None else own.extra_likes)
+        first = fields[0].x_like if fields[0] is not None else _like(dict(zip(basics[0]._context, saved[0], strict=True)).get("x"))
         if grad_y is None:
             raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
-        with _standing_in(basics, params, named), own_code(_own(target, basics)):
+        with _standing_in(basics, of_params, named), own_code(_own(target, basics)):
             try:
                 grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras)
             except (ValueError, AttributeError, TypeError, IndexError) as error:
                 if not reader or not any(basic.is_python_op for basic in basics):
                     raise
                 raise fusions.unread(reader, op, contexts, error) from error
-        likes["params"] = [[_like(tensor) for tensor in own] for own in params]
+        likes = {"x": [[first]], "params": [[_like(tensor) for tensor in own] for own in of_params], "extra_inputs": extra_likes}
         return Gradients(grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs], likes)
 
     def in_codes(
@@ -350,10 +329,7 @@ class Runtime:
         for proxy in proxies._get_proxies(state) if hasattr(proxies, "_get_proxies") else ():  # torch 2.11 lacks this function
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
-    def groups(
-        self, pass_name: str, instances: list[str], recipe: str | None, joint: list[fusions.Fused]
-    ) -> list[fusions.Fused | fusions.Refused]:
-        return fusions.groups(pass_name, instances, recipe, joint)
+    groups = staticmethod(fusions.groups)
 
 
 def quantized(parts: list[torch.Tensor | None], text: str, serves_both: bool, dtype: torch.dtype, shape: list[int]) -> QuantizedTensor:
