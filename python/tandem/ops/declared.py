@@ -45,9 +45,11 @@ class DeclaredFusion:
         for what, function in (("forward", forward), ("backward", backward), ("refuse", refuse)):
             if function is not None and not callable(function):
                 raise TypeError(f"register_fusion: expected {what} of {name!r} to be a function, got {type(function).__name__}. Pass a function of the ops.")
+        self.forward: Any = forward
+        self.backward: Any = backward
         self.refuse = refuse
         self.pass_name = "joint" if forward and backward else "forward" if forward else "backward"
-        self.fused_class = _fused_class(name, self.pass_name, forward, backward)
+        self.fused_class = type(name, (DeclaredOperation,), {"fusion": self})
 
     def __call__(self, ops: Sequence[OpBase], *, recipe: Any = None) -> list[OpBase]:
         found = list(ops)
@@ -103,18 +105,18 @@ def _by_op(what: Any, ops: Sequence[BasicOpBase], name: str, of: str) -> list[An
     return [next((entry for op, entry in given.items() if op is known), None) for known in ops]
 
 
-def _fused_class(
-    name: str, pass_name: str, forward: Callable[..., Any] | None, backward: Callable[..., Any] | None
-) -> type[FusedOperation]:
-    """The class of the fused op that runs the implementations."""
+class DeclaredOperation(FusedOperation):
+    """A fused op that runs the implementations of a declared fusion."""
+
+    fusion: DeclaredFusion
 
     def fuser_forward(
-        self: FusedOperation, basic_op_ctxs: list[OperationContext], input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any
+        self, basic_op_ctxs: list[OperationContext], input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any
     ) -> tuple[torch.Tensor, list[Any]]:
-        ops = self.covered_ops()
-        assert forward is not None
-        y, saved, extra_outputs = _parts(call_accepting(forward, input_, *ops, optional={"extra_inputs": basic_op_extra_inputs}), 3)
-        if pass_name == "joint":
+        """Runs `forward` of the fusion, and saves what it returns for that."""
+        ops, name = self.covered_ops(), self.fusion.name
+        y, saved, extra_outputs = _parts(call_accepting(self.fusion.forward, input_, *ops, optional={"extra_inputs": basic_op_extra_inputs}), 3)
+        if self.fusion.pass_name == "joint":
             basic_op_ctxs[0].save_for_backward(*([saved] if isinstance(saved, torch.Tensor) else saved or ()))
         else:
             _save(basic_op_ctxs, ops, _by_op(saved, ops, name, "saved tensors"), input_)
@@ -122,15 +124,15 @@ def _fused_class(
         return y, [() if own is None else tuple(own) for own in outputs]
 
     def fuser_backward(
-        self: FusedOperation, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+        self, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
     ) -> tuple[Any, list[Any], list[Any]]:
-        ops = self.covered_ops()
-        assert backward is not None
+        """Runs `backward` of the fusion."""
+        ops, name = self.covered_ops(), self.fusion.name
         saved: Any = basic_op_ctxs[0].saved_tensors
-        if pass_name == "backward":
+        if self.fusion.pass_name == "backward":
             saved = {op: _named(context) for op, context in zip(ops, basic_op_ctxs, strict=True)}
         optional = {"saved": saved, "grad_extra_outputs": basic_op_grad_extra_outputs}
-        grad_x, of_params, of_extras = _parts(call_accepting(backward, grad_output, *ops, optional=optional), 3)
+        grad_x, of_params, of_extras = _parts(call_accepting(self.fusion.backward, grad_output, *ops, optional=optional), 3)
         by_name = _by_op(of_params, ops, name, "gradients of parameters")
         params = [[(own or {}).get(param) for param, _ in op.named_parameters()] for op, own in zip(ops, by_name, strict=True)]
         extras = [
@@ -138,13 +140,6 @@ def _fused_class(
             for op, own in zip(ops, _by_op(of_extras, ops, name, "gradients of extra inputs"), strict=True)
         ]
         return grad_x, params, extras
-
-    body: dict[str, Any] = {"__module__": __name__}
-    if forward is not None:
-        body["fuser_forward"] = fuser_forward
-    if backward is not None:
-        body["fuser_backward"] = fuser_backward
-    return type(name, (FusedOperation,), body)
 
 
 def _save(contexts: Sequence[OperationContext], ops: Sequence[BasicOpBase], saved: Sequence[Any], x: torch.Tensor) -> None:

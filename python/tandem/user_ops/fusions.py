@@ -333,7 +333,8 @@ def _call(handle: FusionHandle, current: list[Any], ops: Sequence[Any], recipe: 
     try:
         returned = handle._function(list(current), recipe=None if recipe is None else recipe_from_json(recipe))
     except Exception as error:
-        _tell_of(error, f"{name}: expected a list of ops, got this error. It is a registered fusion.")
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"{name}: expected a list of ops, got this error. It is a registered fusion.")
         raise
     if not isinstance(returned, list | tuple) or not all(isinstance(op, OpBase) for op in returned):
         kinds = [type(op).__name__ for op in returned] if isinstance(returned, list | tuple) else type(returned).__name__
@@ -348,12 +349,6 @@ def _call(handle: FusionHandle, current: list[Any], ops: Sequence[Any], recipe: 
         if op.is_fused_op:
             _check_directions(op, handle._pass_name, name)
     return list(returned)
-
-
-def _tell_of(error: Exception, text: str) -> None:
-    """Adds a note to the error, which keeps the type and text that the user's function gave it."""
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(text)
 
 
 def _check_directions(op: FusedOpBase, pass_name: str, name: str) -> None:
