@@ -14,6 +14,7 @@ from test_fusions_python import replacing
 import tandem
 from tandem import ops
 from tandem.ops import OperationContext
+from tandem.op_base.directions import PartsMixin
 from tandem.op_base.signature import signature_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -313,7 +314,8 @@ def test_a_delegated_backward_gives_what_flows_inside() -> None:
 
     class Residual(Backward):
         def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **_: Any) -> Any:
-            return tandem.op_base.directions._parts_backward(list(self.basic_ops), basic_op_ctxs, grad_output, [(), (), (None,), (), (), (), ()])
+            of_extra_outputs = [(), (), (None,), (), (), (), ()]
+            return PartsMixin.fuser_backward(self, basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=of_extra_outputs)
 
     check_same(made(False), torch.randn(4, 8, requires_grad=True), register=BACKWARD, made=Residual)
     check_same(made(False), torch.randn(4, 8), register=BACKWARD, made=Residual)

@@ -118,9 +118,7 @@ class DirectionsMixin:
             prev_op_grad_output_quantizer, next_op_input_quantizer: None.
             kwargs: the caller's arguments of the op, `op_kwargs` of a container.
         """
-        self._check_is_written("op_forward", kwargs)
-        self._check_single("op_forward")
-        (y,), saved = self._library_forward_of(input_, ())
+        y, saved = DirectionsMixin.op_forward_compute(self, input_, **kwargs)
         DirectionsMixin.op_forward_save_ctx(self, ctx, input_, saved)
         return y
 
@@ -187,10 +185,10 @@ class DirectionsMixin:
             self._check_single("op_forward")
             quantizers = {"prev_op_grad_output_quantizer": prev_op_grad_output_quantizer, "next_op_input_quantizer": next_op_input_quantizer}
             return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
-        self._check_is_written("fuser_forward", basic_op_kwargs[0])
-        (y, *extra_outputs), saved = self._library_forward_of(input_, basic_op_extra_inputs[0])
-        DirectionsMixin.op_forward_save_ctx(self, basic_op_ctxs[0], input_, saved)
-        return y, [tuple(extra_outputs)]
+        compute = DirectionsMixin.fuser_forward_compute
+        y, extra_outputs, saved = compute(self, input_, basic_op_extra_inputs=basic_op_extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        DirectionsMixin.fuser_forward_save_ctx(self, basic_op_ctxs, input_, saved)
+        return y, extra_outputs
 
     def fuser_backward(
         self: Any, basic_op_ctxs: Sequence[OperationContext], grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Sequence[Tensors] = ((),)
@@ -305,7 +303,7 @@ class DirectionsMixin:
 
 
 class PartsMixin:
-    """Forward and backward of an op that consists of ops of the library: it runs theirs."""
+    """Forward and backward of an op that consists of ops of the library: it runs theirs, with the channels between them."""
 
     def fuser_forward(
         self: Any,
@@ -318,7 +316,17 @@ class PartsMixin:
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor | None, ...]]]:
         """Runs `fuser_forward` of the parts in order."""
-        return _parts_forward(self.flat_ops(), basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+        channels: dict[str, torch.Tensor | None] = {}
+        results: list[Tensors] = []
+        x = input_
+        for part, context, given, own in zip(self.flat_ops(), basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs, strict=True):
+            extra = tuple(
+                [channels.get(channel, tensor) if tensor is None else tensor for channel, tensor in zip(part._extra_input_channels, given, strict=True)]
+            )
+            x, (outputs,) = part.fuser_forward([context], x, basic_op_extra_inputs=[extra], basic_op_kwargs=[own])
+            results.append(tuple(outputs))
+            channels.update({channel: output for channel, output in zip(part._extra_output_channels, results[-1], strict=True) if channel is not None})
+        return x, results
 
     def fuser_backward(
         self: Any,
@@ -328,46 +336,17 @@ class PartsMixin:
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
     ) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
         """Runs `fuser_backward` of the parts in reverse order."""
-        return _parts_backward(self.flat_ops(), basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
-
-
-def _parts_forward(
-    parts: Sequence[Any],
-    contexts: Sequence[OperationContext],
-    x: torch.Tensor,
-    extra_inputs: Sequence[Tensors],
-    kwargs: Sequence[dict[str, Any]],
-) -> tuple[torch.Tensor, list[Tensors]]:
-    """`fuser_forward` of ops in order, with the channels between them."""
-    channels: dict[str, torch.Tensor | None] = {}
-    results: list[Tensors] = []
-    for part, context, given, own in zip(parts, contexts, extra_inputs, kwargs, strict=True):
-        extra = tuple(
-            [channels.get(channel, tensor) if tensor is None else tensor for channel, tensor in zip(part._extra_input_channels, given, strict=True)]
-        )
-        x, (outputs,) = part.fuser_forward([context], x, basic_op_extra_inputs=[extra], basic_op_kwargs=[own])
-        results.append(tuple(outputs))
-        channels.update({channel: output for channel, output in zip(part._extra_output_channels, results[-1], strict=True) if channel is not None})
-    return x, results
-
-
-def _parts_backward(
-    parts: Sequence[Any], contexts: Sequence[OperationContext], grad: torch.Tensor | None, grad_extra_outputs: Sequence[Tensors]
-) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
-    """`fuser_backward` of ops in reverse order, with the channels between them."""
-    channels: dict[str, torch.Tensor] = {}
-    grad_params: list[Any] = []
-    grad_inputs: list[Any] = []
-    for part, context, given in reversed(list(zip(parts, contexts, grad_extra_outputs, strict=True))):
-        extra = [
-            channels[channel] if tensor is None and channel in channels else tensor
-            for channel, tensor in zip(part._extra_output_channels, given, strict=True)
-        ]
-        grad, (own_params,), (own_inputs,) = part.fuser_backward([context], grad, basic_op_grad_extra_outputs=[tuple(extra)])
-        own_inputs = tuple(own_inputs or ())
-        for channel, tensor in zip(part._extra_input_channels, own_inputs, strict=True):
-            if channel is not None and tensor is not None:
-                channels[channel] = channels[channel] + tensor if channel in channels else tensor
-        grad_params.insert(0, own_params)
-        grad_inputs.insert(0, own_inputs)
-    return grad, grad_params, grad_inputs
+        channels: dict[str, torch.Tensor] = {}
+        grad: torch.Tensor | None = grad_output
+        grad_params: list[Any] = []
+        grad_inputs: list[Any] = []
+        for part, context, given in reversed(list(zip(self.flat_ops(), basic_op_ctxs, basic_op_grad_extra_outputs, strict=True))):
+            extra = [channels.get(channel, tensor) if tensor is None else tensor for channel, tensor in zip(part._extra_output_channels, given, strict=True)]
+            grad, (own_params,), (own_inputs,) = part.fuser_backward([context], grad, basic_op_grad_extra_outputs=[tuple(extra)])
+            own_inputs = tuple(own_inputs or ())
+            for channel, tensor in zip(part._extra_input_channels, own_inputs, strict=True):
+                if channel is not None and tensor is not None:
+                    channels[channel] = channels[channel] + tensor if channel in channels else tensor
+            grad_params.insert(0, own_params)
+            grad_inputs.insert(0, own_inputs)
+        return grad, grad_params, grad_inputs
