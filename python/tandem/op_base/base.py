@@ -188,6 +188,7 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
     _keeps_dtype = False  # whether a norm or an activation computes in the dtype of x, whatever torch.autocast says
     _call_buffers: ClassVar[Mapping[str, str]] = {}  # keyword arguments that are tensors to write, and the option that declares each
     _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # attributes besides options on which plans depend
+    _shown_names: ClassVar[tuple[str, ...] | None] = None  # attributes in the op's text; None: its options
 
     def __init__(self) -> None:
         """Makes an op whose extra inputs and outputs are arguments and results of its pipeline."""
@@ -346,6 +347,10 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
         before = itertools.takewhile(lambda part: part is not self, self._holder.flat_ops())  # type: ignore[operator]
         slots = [part._quantize_slots() for part in before]
         return sum(forward for forward, _ in slots), sum(backward for _, backward in slots)
+
+    def extra_repr(self) -> str:
+        names = self._option_names if self._shown_names is None else self._shown_names
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     @property
     def instance_id(self) -> str:

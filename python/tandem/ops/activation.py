@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 
-from tandem.arguments import flag
+from tandem.arguments import flag, whole
 from tandem.op_base.context import OperationContext
 from tandem.ops.op import BasicOperation
 from tandem.quantized.formats import Float8CurrentScalingQuantizer
@@ -78,8 +77,8 @@ class _Interleaved(BasicOperation):
         if name == _INTERLEAVE:
             if value is None:
                 return None
-            size = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else 0
-            if size <= 0:
+            size = whole(value)
+            if size is None or size <= 0:
                 raise ValueError(f"{op}: expected {name} to be None or a whole number > 0, got {value!r}. Give the columns of a block.")
             return super()._checked_option(name, size)
         value = super()._checked_option(name, value)

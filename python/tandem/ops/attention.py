@@ -28,6 +28,7 @@ class Rotary(BasicOperation):
 
     _kind = "rotary"
     _option_names = ("num_heads", "head_dim", "num_kv_heads", "base", "rotated_features", "interleaved", "tables")
+    _shown_names = ("num_heads", "head_dim", "num_kv_heads", "base")
 
     def __init__(
         self,
@@ -59,9 +60,6 @@ class Rotary(BasicOperation):
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
         self.base, self.rotated_features, self.interleaved, self.tables = base, rotated_features, interleaved, tables
 
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, base={self.base}"
-
 
 class Attention(BasicOperation):
     """y = softmax(scale q k^T + mask) v for each head: x [..., sequence, (num_heads + 2 num_kv_heads) head_dim] -> y [..., sequence, num_heads head_dim].
@@ -83,6 +81,7 @@ class Attention(BasicOperation):
 
     _kind = "attention"
     _option_names = ("num_heads", "head_dim", "num_kv_heads", "causal", "scale", "soft_cap", "mask")
+    _shown_names = ("num_heads", "head_dim", "num_kv_heads", "causal")
 
     def __init__(
         self,
@@ -111,9 +110,6 @@ class Attention(BasicOperation):
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
         self.causal, self.scale, self.soft_cap, self.mask = causal, scale, soft_cap, mask
 
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, causal={self.causal}"
-
 
 class QKNorm(DeferredMixin, BasicOperation):
     """y = head / sqrt(mean(head^2) + eps) * weight, for each head of queries and of keys in x [..., sequence, (num_heads + 2 num_kv_heads) head_dim].
@@ -136,6 +132,7 @@ class QKNorm(DeferredMixin, BasicOperation):
     _kind = "qk_norm"
     _parameter_names = ("query_weight", "key_weight")
     _option_names = ("num_heads", "num_kv_heads", "eps", "zero_centered_gamma", "rounds_before_weight")
+    _shown_names = ("num_heads", "head_dim", "num_kv_heads", "eps", "zero_centered_gamma")
 
     def __init__(
         self,
@@ -172,9 +169,3 @@ class QKNorm(DeferredMixin, BasicOperation):
         """Sets the parameters so that every factor is 1."""
         for parameter in (self.query_weight, self.key_weight):
             torch.nn.init.constant_(parameter, 0.0 if self.zero_centered_gamma else 1.0)
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, eps={self.eps}, "
-            f"zero_centered_gamma={self.zero_centered_gamma}"
-        )

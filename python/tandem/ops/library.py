@@ -59,10 +59,6 @@ class LibraryOperation(DeferredMixin, BasicOperation):
             else:
                 torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
 
-    def extra_repr(self) -> str:
-        names = [size.name for size in signature_of(self._kind).sizes] + list(self._option_names)
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
-
 
 def _own_classes() -> dict[str, type[BasicOperation]]:
     modules: tuple[ModuleType, ...] = (activation, attention, collective, grouped_linear, linear, loss, norm, structure)
@@ -103,6 +99,7 @@ def class_of(kind: str) -> type[BasicOperation]:
         raise NotImplementedError(
             f"{kind}: expected a signature with the shape of each parameter, got none of {', '.join(unknown)}. Give it in the definition's params."
         )
+    options = tuple(option.name for option in signature.options)
     arguments = "\n".join(f"    {each.name}: {each.doc}." for each in (*signature.sizes, *signature.options))
     members = {
         "__doc__": f"{signature.formula}." + (f"\n\nArgs:\n{arguments}" if arguments else ""),
@@ -111,7 +108,8 @@ def class_of(kind: str) -> type[BasicOperation]:
         "num_extra_inputs": len(signature.extra_inputs),
         "num_extra_outputs": len(signature.extra_outputs),
         "_kind": kind,
-        "_option_names": tuple(option.name for option in signature.options),
+        "_option_names": options,
+        "_shown_names": (*[size.name for size in signature.sizes], *options),
         "_parameter_names": tuple(parameter.name for parameter in signature.parameters),
         "_depends_on_training": signature.depends_on_training,
     }

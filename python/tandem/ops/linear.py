@@ -33,6 +33,7 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
     _kind = "basic_linear"
     _parameter_names = ("weight",)
     _option_names = ("save_original_input",)
+    _shown_names = ("in_features", "out_features")
     _main_grad_names: ClassVar[tuple[str, ...]] = ("weight",)
     _watched_names = ("accumulate_into_main_grad", "delay_wgrad_compute")
     _deferred_tensors = 7
@@ -147,9 +148,6 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
             "weight_requires_grad": ctx.requires_grad and any(call.requested[1:]),
         }
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
 
 class Bias(JoinedMixin, DeferredMixin, BasicOperation):
     """y = x + bias: x [..., size], bias [size] -> y like x, in the dtype to which x and bias promote; under autocast, in the dtype of x."""
@@ -158,6 +156,7 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
 
     _kind = "bias"
     _parameter_names = ("bias",)
+    _shown_names = ("size",)
     _context_quantizers = ("grad_input_quantizer",)
     tensor_parallel, tensor_parallel_size = Fixed(), Fixed()
 
@@ -202,9 +201,6 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
         """Sets `bias` to zero."""
         for bias in self._parts_of("bias"):
             torch.nn.init.zeros_(bias)
-
-    def extra_repr(self) -> str:
-        return f"size={self.size}"
 
 
 class Linear(SharedByRanks, JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[misc]

@@ -119,6 +119,3 @@ class L2Normalization(BasicOperation):
         """
         super().__init__()
         self.eps = eps
-
-    def extra_repr(self) -> str:
-        return f"eps={self.eps}"

@@ -38,9 +38,6 @@ class Reshape(BasicOperation):
         shape = {} if x is None else {"input_shape": x.shape}
         return {**super()._context_fields(ctx, saved, x), **shape}
 
-    def extra_repr(self) -> str:
-        return f"shape={self.shape}"
-
 
 class ConstantScale(BasicOperation):
     """y = x scale. y has the shape and dtype of x; integers become torch's default dtype."""
@@ -57,9 +54,6 @@ class ConstantScale(BasicOperation):
         """
         super().__init__()
         self.scale = scale
-
-    def extra_repr(self) -> str:
-        return f"scale={self.scale}"
 
 
 class Dropout(BasicOperation):
@@ -86,9 +80,6 @@ class Dropout(BasicOperation):
     @dropout_probability.setter
     def dropout_probability(self, value: float) -> None:
         self.p = value
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
 
 
 class Quantize(BasicOperation):
@@ -125,6 +116,7 @@ class AddExtraInput(BasicOperation):
     """y = x + extra, where the extra input broadcasts to x as in torch. With `in_place` the sum may be written into the extra input."""
 
     _kind = "add_extra_input"
+    _shown_names = ("in_place",)
     num_extra_inputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -138,14 +130,12 @@ class AddExtraInput(BasicOperation):
         super().__init__()
         self.in_place = in_place
 
-    def extra_repr(self) -> str:
-        return f"in_place={self.in_place}"
-
 
 class MakeExtraOutput(BasicOperation):
     """y = x, and x is also an extra output. With `in_place` backward may add gradients in memory that nothing reads afterwards."""
 
     _kind = "make_extra_output"
+    _shown_names = ("in_place",)
     num_extra_outputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -156,9 +146,6 @@ class MakeExtraOutput(BasicOperation):
         """
         super().__init__()
         self.in_place = in_place
-
-    def extra_repr(self) -> str:
-        return f"in_place={self.in_place}"
 
 
 class Modulate(BasicOperation):
@@ -191,6 +178,3 @@ class Modulate(BasicOperation):
         self.__dict__["num_extra_inputs"] = 1 + flag("Modulate", "shift", shift)
         super().__init__()
         self.zero_centered, self.shift = zero_centered, shift
-
-    def extra_repr(self) -> str:
-        return f"zero_centered={self.zero_centered}, shift={self.shift}"
