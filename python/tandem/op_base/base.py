@@ -187,7 +187,7 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
     _depends_on_training: ClassVar[bool] = False
     _keeps_dtype = False  # whether a norm or an activation computes in the dtype of x, whatever torch.autocast says
     _call_buffers: ClassVar[Mapping[str, str]] = {}  # keyword arguments that are tensors to write, and the option that declares each
-    _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # attributes besides options on which plans depend
+    _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # flags besides options on which plans depend
     _shown_names: ClassVar[tuple[str, ...] | None] = None  # attributes in the op's text; None: its options
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
         if not self._kind:
             return value
         op = type(self).__name__
-        if name == "in_place":
+        if name in self._watched_names:
             return flag(op, name, value)
         in_library = self._names_in_library.get(name, name)
         (option,) = (option for option in signature_of(self._kind).options if option.name == in_library)

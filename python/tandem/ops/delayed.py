@@ -22,10 +22,12 @@ class ProductOperation(DeferredMixin, BasicOperation):
     delay_wgrad_compute: bool
     _deferred_tensors: int  # number of tensors of an entry of the store
 
-    def _set_delay(self, value: bool) -> bool:
-        """Passes a new value of `delay_wgrad_compute` to the store."""
-        store = self.__dict__.setdefault("wgrad_store", Delayed(tensors=self._deferred_tensors))
-        store.enabled = value
+    _watched_names = ("accumulate_into_main_grad", "delay_wgrad_compute")
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        value = super()._checked_option(name, value)
+        if name == "delay_wgrad_compute":
+            self.__dict__.setdefault("wgrad_store", Delayed(tensors=self._deferred_tensors)).enabled = value
         return value
 
     def _weights(self) -> list[torch.nn.Parameter]:

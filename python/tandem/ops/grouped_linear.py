@@ -40,7 +40,6 @@ class GroupedLinear(ProductOperation):
     _deferred_tensors = 6
 
     _kind = "grouped_linear"
-    _watched_names = ("accumulate_into_main_grad", "delay_wgrad_compute")
     _call_buffers: ClassVar[dict[str, str]] = {OUTPUT_BUFFER_KEY: "writes_output", GRAD_INPUT_BUFFER_KEY: "writes_grad_input"}
 
     def __init__(
@@ -115,10 +114,6 @@ class GroupedLinear(ProductOperation):
                 torch.nn.init.uniform_(getattr(self, name), -bound, bound)
         for name in self._parameter_names[len(self._main_grad_names) :]:
             torch.nn.init.zeros_(getattr(self, name))
-
-    def _checked_option(self, name: str, value: Any) -> Any:
-        value = flag("GroupedLinear", name, value)
-        return self._set_delay(value) if name == "delay_wgrad_compute" else value
 
     def _options(self) -> dict[str, Any]:
         return {

@@ -35,7 +35,6 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
     _option_names = ("save_original_input",)
     _shown_names = ("in_features", "out_features")
     _main_grad_names: ClassVar[tuple[str, ...]] = ("weight",)
-    _watched_names = ("accumulate_into_main_grad", "delay_wgrad_compute")
     _deferred_tensors = 7
     _context_quantizers = ("input_quantizer", "weight_quantizer", "grad_output_quantizer", "grad_input_quantizer")
     tensor_parallel_mode, tensor_parallel_size = Fixed(), Fixed()
@@ -113,13 +112,6 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
         before, after, _ = collectives("BasicLinear", self.tensor_parallel_mode, self.tensor_parallel_group, self._sequence_parallel)
         self._put_around(before, after)
         self._tell()
-
-    def _checked_option(self, name: str, value: Any) -> Any:
-        if name in ("accumulate_into_main_grad", "save_original_input"):
-            return flag("BasicLinear", name, value)
-        if name == "delay_wgrad_compute":
-            return self._set_delay(flag("BasicLinear", name, value))
-        return super()._checked_option(name, value)
 
     def _compute_left(self, left: Entry, weights: Sequence[torch.nn.Parameter]) -> None:
         if self.accumulate_into_main_grad:

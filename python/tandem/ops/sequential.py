@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
@@ -279,23 +280,21 @@ class Sequential(ReportingMixin, torch.nn.Module):
     _prepared_runs = property(_C.native_getter(_prepare, "_changes", "_token", "_runs"))  # for Dynamo: equal containers share code before their first call
 
     def _make_runs(self, modules: tuple[torch.nn.Module, ...], changes: Changes) -> Runs:
-        groups: list[list[FusibleOperation] | torch.nn.Module] = []
-        ops: list[FusibleOperation] | None = None  # the run to which the next op is added
-        for module in modules:
-            if not isinstance(module, FusibleOperation):
-                ops = None
-                groups.append(module)
+        runs: Runs = []
+        for is_op, group in itertools.groupby(modules, lambda module: isinstance(module, FusibleOperation)):
+            if not is_op:
+                runs += group
                 continue
-            module._check_in_container()
-            if ops is None:
-                ops = []
-                groups.append(ops)
-            ops.append(module)
-        basic_ops = [[basic_op for op in group for basic_op in op.flat_ops()] for group in groups if isinstance(group, list)]
-        wired = wirings([tuple([op.channel_bindings() for op in own]) for own in basic_ops])
-        is_crossed = any(any(wiring.inputs) for wiring in wired)  # whether a channel leaves a run
-        rest = iter(wired if is_crossed else [None for _ in wired])
-        return [OpRun(group, None, self._terms, changes=changes, wiring=next(rest)) if isinstance(group, list) else group for group in groups]
+            ops: list[Any] = list(group)
+            for op in ops:
+                op._check_in_container()
+            runs.append(OpRun(ops, terms=self._terms, changes=changes))
+        of_ops = [run for run in runs if isinstance(run, OpRun)]
+        wired = wirings([tuple([basic_op.channel_bindings() for op in run.ops for basic_op in op.flat_ops()]) for run in of_ops])
+        if any(any(wiring.inputs) for wiring in wired):  # a channel leaves a run
+            for run, wiring in zip(of_ops, wired, strict=True):
+                run.wiring, run.given_bindings = wiring, wiring.bindings
+        return runs
 
     @property
     def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:

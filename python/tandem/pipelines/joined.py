@@ -52,16 +52,11 @@ def split_sizes(op: str, size_name: str, parts: Split, size: int, ranks: int = 1
     return {name: each // ranks for name, each in zip(names, sizes, strict=True)}
 
 
-def memory_of(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The memory of adjacent parts as one tensor without autograd history; None if the parts are not adjacent."""
-    if any(type(part) not in (torch.Tensor, torch.nn.Parameter) or part.is_meta or part.dim() == 0 for part in parts):
-        return None
-    return _C.memory_of_parts(parts)
-
-
 def are_adjacent(parts: Sequence[torch.Tensor]) -> bool:
     """Whether the parts follow each other in one memory."""
-    return memory_of(parts) is not None
+    if any(type(part) not in (torch.Tensor, torch.nn.Parameter) or part.is_meta or part.dim() == 0 for part in parts):
+        return False
+    return _C.memory_of_parts(parts) is not None
 
 
 def laid_together(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -69,6 +69,18 @@ def _keep(cache: dict[Any, Any], key: Any, made: Any) -> Any:
     return made
 
 
+def _numbered(ops: Sequence[BasicOpBase], field: str, first: int) -> tuple[tuple[Place, ...], list[list[int]]]:
+    """The places of the ops' tensors, each once, and for each op the numbers of its own, which begin at `first`."""
+    found: dict[tuple[int, str], Place] = {}
+    numbers: dict[tuple[int, str], int] = {}
+    by_op = []
+    for op in ops:
+        own = {(id(module), name): (module, name) for module, name in places(op, field)}
+        found.update(own)
+        by_op.append([numbers.setdefault(key, first + len(numbers)) for key in own])
+    return tuple(found.values()), by_op
+
+
 class Prepared:
     """The ops and basic ops of a run as they were when the run read them. Only `token` and `deferred` are replaced, and caches only grow, so a call that
     has taken one of these is not affected by other threads."""
@@ -119,23 +131,8 @@ class Prepared:
 
     def _read_places(self) -> None:
         """Finds the modules that hold the operands: parameters, and buffers, which are operands in traces, where nothing else may be read."""
-        found: dict[tuple[int, str], Place] = {}
-        positions: dict[tuple[int, str], int] = {}
-        self._params: list[list[int]] = []  # for each op
-        for op in self.basic_ops:
-            at = []
-            for module, name in places(op, "_parameters"):
-                found.setdefault((id(module), name), (module, name))
-                at.append(positions.setdefault((id(module), name), len(positions)))
-            self._params.append(at)
-        self.places = tuple(found.values())
-        buffers: dict[tuple[int, str], Place] = {}
-        self._buffers: list[list[int]] = []  # for each op; buffers are counted after the parameters
-        for op in self.basic_ops:
-            buffers.update({(id(module), name): (module, name) for module, name in places(op, "_buffers")})
-            own = [list(buffers).index((id(module), name)) for module, name in places(op, "_buffers")]
-            self._buffers.append([len(self.places) + at for at in own])
-        self.buffer_places = tuple(buffers.values())
+        self.places, self._params = _numbered(self.basic_ops, "_parameters", 0)
+        self.buffer_places, self._buffers = _numbered(self.basic_ops, "_buffers", len(self.places))
         # By op: positions of the parameters whose gradient is added to their main_grad. Empty for most pipelines.
         self._main_grads = {index: at for index, op in enumerate(self.basic_ops) if (at := self._absorbed(index, op))}
         self.main_grad_params = tuple(dict.fromkeys(at for own in self._main_grads.values() for at in own))

@@ -38,13 +38,12 @@ class OpRun:
         terms: Terms = Terms(),
         owner: OpBase | None = None,
         changes: Changes | None = None,
-        wiring: Wiring | None = None,
     ) -> None:
         self.changes = Changes() if changes is None else changes  # notified about the ops and their parts
         self.ops = tuple(ops)
         self.owner = owner  # the module whose forward runs this; its hooks have run already
-        self.given_bindings = bindings if wiring is None else wiring.bindings
-        self.wiring = wiring  # connects a run of a container with other runs by channels
+        self.given_bindings = bindings
+        self.wiring: Wiring | None = None  # connects a run of a container with other runs by channels
         self.terms = terms
         self.now: Any = _NOTHING  # the last `Prepared`; each call reads it once
 
