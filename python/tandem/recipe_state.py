@@ -88,23 +88,19 @@ class DelayedScalingState(torch.nn.Module):
         return copied
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        found = {name: state_dict.get(prefix + name) for name in _SAVED}
-        missing = [prefix + name for name, tensor in found.items() if not isinstance(tensor, torch.Tensor)]
-        if missing:
+        length, slots = self.amax_history.shape
+        scale, history = (state_dict.get(prefix + name) for name in _SAVED)
+        if not isinstance(scale, torch.Tensor) or not isinstance(history, torch.Tensor):
             _warn_of_lost_scales()
-            for name in _SAVED:
-                state_dict[prefix + name] = getattr(DelayedScalingState(self.scale.shape[0], self.amax_history.shape[0]), name)
-        else:
-            expected, slots = self.scale.shape[0], found["scale"].numel()  # type: ignore[union-attr]
-            history = found["amax_history"]
-            if slots != expected or history.dim() != 2 or history.shape[1] != expected:  # type: ignore[union-attr]
-                raise RuntimeError(
-                    f"{prefix[:-1]}: expected scaling state with {expected} slots, got scale of shape {tuple(found['scale'].shape)} and "  # type: ignore[union-attr]
-                    f"amax_history of shape {tuple(history.shape)}. Load the state of the same module."  # type: ignore[union-attr]
-                )
-            state_dict[prefix + "scale"] = found["scale"].float()  # type: ignore[union-attr]
-            state_dict[prefix + "amax_history"] = _C.resized_history(history.float(), self.amax_history.shape[0])  # type: ignore[union-attr]
-        self._buffers["pending"] = torch.zeros(1, dtype=torch.int64, device=found["scale"].device if found["scale"] is not None else None)
+            scale, history = torch.ones(slots), torch.zeros(length, slots)
+        elif scale.numel() != slots or history.dim() != 2 or history.shape[1] != slots:
+            raise RuntimeError(
+                f"{prefix[:-1]}: expected scaling state with {slots} slots, got scale of shape {tuple(scale.shape)} and "
+                f"amax_history of shape {tuple(history.shape)}. Load the state of the same module."
+            )
+        state_dict[prefix + "scale"] = scale.float()
+        state_dict[prefix + "amax_history"] = _C.resized_history(history.float(), length)
+        self._buffers["pending"] = torch.zeros(1, dtype=torch.int64, device=scale.device)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
@@ -138,8 +134,7 @@ class RecipeState(torch.nn.Module):
 def of(fields: dict[str, Any], slots: tuple[int, int], length: int) -> RecipeState:
     """The state of the module with this `__dict__`, for a history of `length` rows. It is created if the module has none."""
     state: RecipeState | None = fields["_modules"].get(NAME)
-    held = None if state is None else state._modules["forward"].amax_history  # type: ignore[union-attr]
-    if state is not None and held.shape[0] == length:  # type: ignore[union-attr]
+    if state is not None and state._modules["forward"].amax_history.shape[0] == length:  # type: ignore[union-attr, index]
         return state
     # The state outlives the modes and regions of this call.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():

@@ -15,7 +15,7 @@ from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.linear import Linear
 from tandem.modules.norm import LayerNorm, RMSNorm
-from tandem.op_base.base import drop_extra_state
+from tandem.op_base.checkpoint import drop_extra_state
 from tandem.quantized.weights import in_microbatch
 from tandem.regions.checkpoint import checkpoint
 

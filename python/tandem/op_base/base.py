@@ -17,7 +17,7 @@ from tandem import _C
 from tandem.arguments import flag
 from tandem.op_base.changes import Changes, add_watcher, capture, tell, watch
 from tandem.op_base.channels import ChannelsMixin
-from tandem.op_base.checkpoint import warn_about_extra_state
+from tandem.op_base.checkpoint import drop_extra_state
 from tandem.op_base.directions import DirectionsMixin
 from tandem.op_base.quantizers import check_mode, quantizer_of
 from tandem.op_base.signature import signature_of
@@ -413,9 +413,3 @@ class FusedOpBase(OpBase):
         for op in self.basic_ops:
             op._check_in_container()
             op._capture(changes)
-
-def drop_extra_state(state_dict: dict[str, Any], key: str) -> None:
-    """Removes TransformerEngine's quantization state from a state dict. It is never read, because it would have to be unpickled."""
-    state = state_dict.pop(key, None)
-    if isinstance(state, torch.Tensor) and state.numel() != 0 or state is not None and not isinstance(state, torch.Tensor):
-        warn_about_extra_state(key)

@@ -11,8 +11,7 @@ import torch
 
 from tandem import _C
 from tandem.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
-from tandem.op_base.base import drop_extra_state
-from tandem.op_base.checkpoint import rename
+from tandem.op_base.checkpoint import drop_extra_state, rename
 from tandem.op_base.context import OperationContext
 from tandem.op_base.deferred import DeferredMixin
 from tandem.op_base.directions import Call

@@ -18,10 +18,9 @@ from tandem.ops.fuser import OperationFuser
 from tandem.ops.op import FusibleOperation
 from tandem.pipelines.buffers import check_takes
 from tandem.pipelines.cut import wirings
-from tandem.pipelines.prepared import Outputs
+from tandem.pipelines.prepared import Outputs, Terms
 from tandem.pipelines.reporting import ReportingMixin
 from tandem.pipelines.run import NO_EXTRAS, OpRun
-from tandem.pipelines.terms import Terms
 from tandem.regions.memory_budget import budget_text
 from tandem.tracing import extras_of_fx_root
 

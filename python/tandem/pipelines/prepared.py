@@ -6,8 +6,8 @@ import json
 import sys
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -19,7 +19,6 @@ from tandem.op_base.changes import Changes, structure
 from tandem.op_base.places import Place, places
 from tandem.pipelines import inspected, workspaces
 from tandem.pipelines.buffers import Modes, note_graph
-from tandem.pipelines.terms import Terms
 from tandem.recipe_state import history_length, traced_region
 from tandem.tracing import constant_while_traced
 from tandem.user_ops import fusions, python_op
@@ -28,6 +27,13 @@ from tandem.user_ops.identity import identity
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 Bindings = tuple  # per basic op: (channel of each extra input, (channel, to caller) of each extra output)
 Kwargs = Mapping[int, Mapping[str, Any]]  # keyword arguments by index of the basic op
+
+
+class Terms(NamedTuple):
+    """What a container demands of the plans of its pipelines. It is part of their descriptions."""
+
+    required: tuple[str, ...] = ()  # names of fusions; a call raises an error with the reason if one is not made
+    memory_budget: str = ""  # a number as tandem.regions.memory_budget writes it; empty: the budget of the region
 
 
 def own_call(op: OpBase) -> str | None:
@@ -82,8 +88,8 @@ def _numbered(ops: Sequence[BasicOpBase], field: str, first: int) -> tuple[tuple
 
 
 class Prepared:
-    """The ops and basic ops of a run as they were when the run read them. Only `token` and `deferred` are replaced, and caches only grow, so a call that
-    has taken one of these is not affected by other threads."""
+    """The ops and basic ops of a run as they were when the run read them. Only `token`, `deferred` and `products` are replaced, and caches only grow, so
+    a call that has taken one of these is not affected by other threads."""
 
     def __init__(
         self,
@@ -121,6 +127,7 @@ class Prepared:
         self._read_places()
         self._read_state_slots()
         self.deferred: tuple[torch.nn.Module, ...] = ()  # modules whose parameters the first call allocates
+        self.products: tuple[int, ...] = ()  # indices of products whose weights define their own product
         self.token: object = None  # the token of `changes` when the ops were last found to be unchanged
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
         self.texts: dict[Any, Any] = {}
@@ -186,15 +193,12 @@ class Prepared:
                     f"{self.basic_ops[index]._get_name()}: expected weights that are alike in requires_grad, overwrite_main_grad, "
                     f"grad_added_to_main_grad and zero_out_wgrad, as accumulate_into_main_grad=True asks, got {len(alike)} kinds. Set them for all."
                 )
-        delayed = [index for index in self._delaying if any(self._delayed_params(index))] if torch.is_grad_enabled() else ()
+        delayed = [index for index in self._delaying if any(weight.requires_grad for weight in self.basic_ops[index]._weights())] if torch.is_grad_enabled() else ()
         later = [self.basic_ops[index] for index in delayed if self.basic_ops[index].accumulate_into_main_grad]
         overwritten = [(type(module).__name__, getattr(module, name)) for (module, name), mode in zip(self.main_grad_places, found, strict=False) if mode and mode[1]]
         overwritten += [(op._get_name(), weight) for op in later for weight in op._weights() if weight.requires_grad and main_grad.is_overwritten(weight)]
         main_grad.check_overwritten_once(overwritten)
         return Modes(found, tuple(delayed), is_first=bool(later) and main_grad.in_first_microbatch())
-
-    def _delayed_params(self, index: int) -> Iterator[bool]:
-        return (weight.requires_grad for weight in self.basic_ops[index]._weights())
 
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:

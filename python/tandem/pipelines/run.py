@@ -20,8 +20,7 @@ from tandem.op_base.places import places
 from tandem.pipelines import buffers, foreign, shards
 from tandem.pipelines.cut import Tensors, Wiring, reasons, wirings
 from tandem.pipelines.joined import JoinedMixin
-from tandem.pipelines.prepared import Bindings, Kwargs, Outputs, Prepared, own_call, wrong_count
-from tandem.pipelines.terms import Terms
+from tandem.pipelines.prepared import Bindings, Kwargs, Outputs, Prepared, Terms, own_call, wrong_count
 from tandem.quantized.parameters import is_shared
 
 NO_EXTRAS: tuple[()] = ()  # the empty tuple is one object: comparing by `is` needs no truth value, which a proxy of torch.fx lacks
@@ -71,8 +70,9 @@ class OpRun:
         is_same = captured == last.captured
         now = last if is_same else Prepared(ops, basic_ops, self.owner, self.given_bindings, self.terms, own_calls, captured, self.changes)
         now.deferred = deferred([op._holder for op in basic_ops])
+        now.products = foreign.own_products(now)
         now.token = object() if now.deferred else token  # a token that never matches makes the next call prepare again
-        self.__dict__.update(now=now, token=now.token, products=foreign.own_products(now))  # in one step, because other threads read all three
+        self.__dict__.update(now=now, token=now.token)  # in one step, because other threads read both
         return now
 
     prepared = property(_C.native_getter(prepare, "changes", "token", "now"))  # for Dynamo
@@ -83,7 +83,7 @@ class OpRun:
             now.check_count(extra)
             if now.notified_ops and not now.hooked():  # pieces notify their own ops
                 now.notify(x, extra)
-            if now.hooked() or not kwargs and self.prepared_products:
+            if now.hooked() or not kwargs and now.products:
                 return self.call_cut(self.prepared_cut, x, extra, training, kwargs)
             return now.call_op(x, extra, training, kwargs)
         now = self.now
@@ -189,13 +189,6 @@ class OpRun:
         return cut
 
     prepared_cut = property(_C.native_getter(cut))  # for Dynamo
-
-    def own_products(self) -> tuple[int, ...]:
-        """Indices of products whose weights define their own product."""
-        self.prepare()
-        return self.products
-
-    prepared_products = property(_C.native_getter(own_products, "changes", "token", "products"))  # for Dynamo
 
     def call_cut(
         self,
