@@ -71,7 +71,7 @@ class DeclaredFusion:
         """Each match: the index of its first op, its ops, and the reason if the rule refuses it. An op belongs to one match that is not refused."""
         index = 0
         while index + len(self.pattern) <= len(ops):
-            window = list(ops[index : index + len(self.pattern)])
+            window: list[Any] = [*ops[index : index + len(self.pattern)]]
             is_made = False
             if all(isinstance(op, kinds) for op, kinds in zip(window, self.pattern, strict=True)):
                 reason = self._reason(window)

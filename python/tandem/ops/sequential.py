@@ -102,7 +102,8 @@ class Sequential(ReportingMixin, torch.nn.Module):
             return
         replaced = list(self._modules.values())
         replaced[index] = modules  # raises the error of a list if an extended slice does not fit
-        self._replace_all(replaced)
+        self._modules.clear()
+        self._modules.update({str(position): item for position, item in enumerate(replaced)})
 
     def __delitem__(self, index: int | slice) -> None:
         names = list(self._modules)[index] if isinstance(index, slice) else [self._name_at(index)]
@@ -149,11 +150,6 @@ class Sequential(ReportingMixin, torch.nn.Module):
         module = self[index]
         del self[index]
         return module
-
-    def _replace_all(self, modules: list[torch.nn.Module]) -> None:
-        self._modules.clear()
-        for position, module in enumerate(modules):
-            self._modules[str(position)] = module
 
     def _name_at(self, index: int) -> str:
         position = operator.index(index)

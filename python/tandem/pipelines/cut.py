@@ -23,16 +23,21 @@ class Wiring:
 
     def take(self, extra: Tensors, channels: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
         """The extra arguments of the piece, from the caller and from channels, and the caller's remaining ones."""
+        if not self.inputs:
+            return (), extra
         count = self.inputs.count(None)
         own = iter(extra[:count])
         return tuple([next(own) if channel is None else channels[channel] for channel in self.inputs]), extra[count:]
 
     def give(self, results: Tensors, channels: dict[str, torch.Tensor]) -> Tensors:
         """The extra results of the piece for the caller. Stores those for other pieces in `channels`."""
-        for (channel, _), result in zip(self.outputs, results, strict=True):
+        own = []
+        for (channel, to_caller), result in zip(self.outputs, results, strict=True):
             if channel is not None:
                 channels[channel] = result
-        return tuple([result for (_, to_caller), result in zip(self.outputs, results, strict=True) if to_caller])
+            if to_caller:
+                own.append(result)
+        return tuple(own)
 
 
 def wirings(pieces: Iterable[Bindings]) -> list[Wiring]:

@@ -49,10 +49,7 @@ def own_call(op: OpBase) -> str | None:
 
 
 def has_hooks(op: OpBase) -> bool:
-    for module in (op, *op.flat_ops()) if op.is_fused_op else (op,):
-        if hooks.any_of(module):
-            return True
-    return False
+    return any([hooks.any_of(module) for module in ((op, *op.flat_ops()) if op.is_fused_op else (op,))])
 
 
 def wrong_count(readers: Sequence[str], got: int) -> str:

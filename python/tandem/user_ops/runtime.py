@@ -239,7 +239,8 @@ class Runtime:
             _check_parameters(basic)
         contexts = [OperationContext(requires_grad=save) for _ in basics]
         named = _names_of(basics, params)
-        with _telling_of_constants(op), _standing_in(basics, params, named), own_code(_own(target, basics)), drawing() as draws:
+        noted = drawing() if fused is not None else contextlib.nullcontext([])  # nobody compares the draws of an op's own forward
+        with _telling_of_constants(op), _standing_in(basics, params, named), own_code(_own(target, basics)), noted as draws:
             y, extra_outputs = _run_forward(op, contexts, x, extras, [dict(arguments or {}) for arguments in given])
         outputs: list[Tensors] = [tuple(group) for group in extra_outputs]
         if not save:
