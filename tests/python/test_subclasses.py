@@ -94,6 +94,19 @@ def test_delayed_gradients_of_products_of_groups(recipe: Any) -> None:
         module._library_backward_of(ops.OperationContext(saved_tensors=(None, None, None)), (torch.ones(4, 6),))
 
 
+def test_delayed_gradients_of_products_of_groups_go_into_main_grad() -> None:
+    module, plain = grouped(OwnGrouped, delay_wgrad_compute=True, accumulate_into_main_grad=True)
+    x, splits = torch.randn(64, 8), torch.tensor([32, 32])
+    weights = [module.weight0, module.weight1]
+    for weight in weights:
+        weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
+    module(x, splits).sum().backward()
+    module.backward_dw()
+    plain(x, splits).sum().backward()
+    for weight, same in zip(weights, [plain.weight0, plain.weight1], strict=True):
+        assert_close(weight.main_grad, 1 + 2 * same.grad)  # type: ignore[attr-defined]
+
+
 def test_scales_of_biases_of_groups() -> None:
     module, plain = randomize(OwnGrouped(2, 8, 6, scale_bias=True)), ops.GroupedLinear(2, 8, 6, scale_bias=True)
     for param, same in zip(module.parameters(), plain.parameters(), strict=True):

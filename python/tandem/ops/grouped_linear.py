@@ -152,7 +152,7 @@ class GroupedLinear(ProductOperation):
         given = [torch.empty(0) if seed is None else seed for seed in seeds]
         versions = " ".join([str(0 if tensor.is_inference() else tensor._version) for tensor in (x, splits)])
         lines = torch.tensor([*"\n".join([versions, *texts]).encode()], dtype=torch.uint8)
-        self.wgrad_store.context.append([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, *given, lines])
+        self.wgrad_store.context.append(Entry([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, *given, lines]))
         return [*[False] * count, *requested[count:]]
 
     def _compute_left(self, left: Entry, weights: Sequence[torch.nn.Parameter]) -> None:
