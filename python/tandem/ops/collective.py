@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed
 
+from tandem.arguments import flag
 from tandem.op_base.changes import Changes
 from tandem.ops.op import BasicOperation
 
@@ -135,7 +136,9 @@ def share(op: str, name: str, features: int, size: int) -> int:
 class SharedByRanks:
     """An op or module with collectives among its `flat_ops`, because the ranks of a group share its parameters."""
 
-    tensor_parallel_size: int
+    tensor_parallel_mode: Any
+    tensor_parallel_size: Any
+    _sequence_parallel: bool
 
     def _collectives(self: Any) -> list[_Collective]:
         return [part for part in self.flat_ops() if isinstance(part, _Collective)]
@@ -150,6 +153,19 @@ class SharedByRanks:
         _replacement(self._get_name(), group, self.tensor_parallel_size)
         for part in self._collectives():
             part.process_group = group
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the ranks share the first dimension of x or y outside of the product. False if one rank has the whole weight."""
+        return self._sequence_parallel
+
+    @sequence_parallel.setter
+    def sequence_parallel(self: Any, value: bool) -> None:
+        op = self._get_name()
+        self._sequence_parallel = flag(op, "sequence_parallel", value) and self.tensor_parallel_size > 1
+        before, after, _ = collectives(op, self.tensor_parallel_mode, self.tensor_parallel_group, self._sequence_parallel)
+        self._put_around(before, after)
+        self._tell()
 
 
 class CollectivesMixin(SharedByRanks):

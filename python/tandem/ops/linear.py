@@ -100,18 +100,6 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
             for weight in self._parts_of("weight"):
                 torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether the ranks share the first dimension of x or y outside of the product. False if one rank has the whole weight."""
-        return self._sequence_parallel
-
-    @sequence_parallel.setter
-    def sequence_parallel(self, value: bool) -> None:
-        self._sequence_parallel = flag("BasicLinear", "sequence_parallel", value) and self.tensor_parallel_size > 1
-        before, after, _ = collectives("BasicLinear", self.tensor_parallel_mode, self.tensor_parallel_group, self._sequence_parallel)
-        self._put_around(before, after)
-        self._tell()
-
     def _compute_left(self, left: Entry, weights: Sequence[torch.nn.Parameter]) -> None:
         if self.accumulate_into_main_grad:
             return product_into_main_grad(weights[0], left)
@@ -287,7 +275,7 @@ class Linear(SharedByRanks, JoinedMixin, CompositeOperation, torch.nn.Linear):  
                 self.bias = added[0].bias
         if not added:
             self._lack("bias", "bias=False", "bias=True")
-        self._own_around((linear, *added), before, after)
+        self._own_parts([*before, linear, *added, *after])
         self.__dict__["_deferred"] = is_meta = next(self.parameters()).is_meta
         if type(self).reset_parameters is not Linear.reset_parameters and not is_meta:
             self.reset_parameters()  # the constructors of the parts have called this class's, but not a subclass's
@@ -311,20 +299,11 @@ class Linear(SharedByRanks, JoinedMixin, CompositeOperation, torch.nn.Linear):  
         self._join(joined, rows_of_parts)
         self.__dict__["parameters_split"] = parts
 
-    def _own_around(self, parts: Sequence[BasicOperation], before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
-        self._own([(part, {name: name for name in part._parameter_names}) for part in (*before, *parts, *after)])
+    def _own_parts(self, parts: Sequence[BasicOperation]) -> None:
+        self._own([(part, {name: name for name in part._parameter_names}) for part in parts])
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether the ranks share the first dimension of x or y outside of the product. False if one rank has the whole weight."""
-        return self._sequence_parallel
-
-    @sequence_parallel.setter
-    def sequence_parallel(self, value: bool) -> None:
-        self._sequence_parallel = flag("Linear", "sequence_parallel", value) and self.tensor_parallel_size > 1
-        before, after, _ = collectives("Linear", self.tensor_parallel_mode, self.tensor_parallel_group, self._sequence_parallel)
-        self._own_around([part for part in self.basic_ops if not isinstance(part, _Collective)], before, after)
-        self._tell()
+    def _put_around(self, before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
+        self._own_parts([*before, *[part for part in self.basic_ops if not isinstance(part, _Collective)], *after])
 
     def reset_parameters(self) -> None:
         """Draws `weight` as torch.nn.Linear does, and sets `bias` to zero."""

@@ -97,7 +97,7 @@ class ReportingMixin:
     def saved_bytes(self) -> int:
         """Bytes that the last call with grad keeps for backward, without inputs and parameters. Raises ValueError if all calls were compiled,
         because their compiler chooses what is kept."""
-        runs = [part for run in self._op_runs() for part in _parts_now(run)]
+        runs = [part for run in self._op_runs() for part in (run.cut().runs if run.now.hooked() else [run])]
         called = [pipeline for run in runs for pipeline in run.called_pipelines()[-1:]]
         if not called and any(run.now.descriptions for run in runs):
             raise ValueError(
@@ -189,10 +189,6 @@ def verified(module: torch.nn.Module, x: torch.Tensor, extra: Sequence[torch.Ten
 def _together(outcomes: Sequence[Any]) -> Verification:
     passed = all(outcome.passed for outcome in outcomes)
     return Verification(passed, sum(outcome.comparisons for outcome in outcomes), "\n".join(outcome.text for outcome in outcomes))
-
-
-def _parts_now(run: OpRun) -> list[OpRun]:
-    return run.cut().runs if run.now.hooked() else [run]
 
 
 def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
