@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from ranks import end_ranks
+from ranks import end_ranks, group_of_one
 
 import tandem
 
@@ -32,6 +32,12 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    with group_of_one(tmp_path):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

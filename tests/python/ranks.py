@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,16 @@ def end_ranks() -> None:
     ended = [_ranks.pop(size).end() for size in [*_ranks]]
     told = [line for lines in ended for line in lines]
     assert not told, "\n".join(told)
+
+
+@contextlib.contextmanager
+def group_of_one(folder: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Ranks:

@@ -105,6 +105,11 @@ def close(actual, expected, dtype=None, terms=0.0):
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=bound, equal_nan=True)
 
 
+def assert_equal(actual, expected):
+    """Asserts that tensors, or lists and dicts of them, hold the same numbers."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def double_leaves(tensors):
     return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
 
@@ -140,6 +145,21 @@ def llama_mlp(hidden=16, inner=24, **kwargs):
 def llama_mlp_reference(x, norm, up, down):
     h = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * norm
     return F.linear(gated(F.silu)(F.linear(h, up)), down)
+
+
+def fork(channel="residual", to_caller=False, **options):
+    """The op whose x goes into a channel as well."""
+    return ops.MakeExtraOutput(**options).set_extra_output_channel(0, channel, output_to_caller=to_caller)
+
+
+def join(channel="residual", **options):
+    """The op that adds what comes through the channel."""
+    return ops.AddExtraInput(**options).set_extra_input_channel(0, channel)
+
+
+def residual(*branch):
+    """x and what the branch makes of it, added."""
+    return ops.Sequential(fork(), *branch, join())
 
 
 class AsksFunctions(torch.overrides.TorchFunctionMode):

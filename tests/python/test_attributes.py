@@ -43,6 +43,7 @@ def test_they_have_transformer_engines_names_and_may_be_written(make, values):
 
 CHANGES = [
     (lambda: ops.Dropout(0.0), "dropout_probability", 1.0, lambda x: x * 0),
+    (lambda: ops.Dropout(0.0), "p", 1.0, lambda x: x * 0),
     (lambda: ops.ConstantScale(2.0), "scale", 3.0, lambda x: x * 3),
     (lambda: ops.Reshape((2, 4)), "shape", (4, 2), lambda x: x.reshape(4, 2)),
     (lambda: ops.RMSNorm(4), "eps", 2.0, lambda x: torch.nn.functional.rms_norm(x, (4,), eps=2.0)),
@@ -179,18 +180,14 @@ def test_an_op_has_no_ranks_without_processes():
         ops.Bias(4, tensor_parallel=True)
     with pytest.raises(RuntimeError, match="BasicLinear: expected processes that know each other, got none"):
         ops.BasicLinear(4, 2, tensor_parallel_mode="column")
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="Linear: expected processes that know each other, got none"):
+        ops.Linear(4, 2, tensor_parallel_mode="column")
 
 
 def test_a_group_of_one_rank_is_none(one_rank):
     for op in (ops.BasicLinear(4, 2, tensor_parallel_mode="row"), ops.Linear(4, 2, tensor_parallel_mode="column", sequence_parallel=True)):
         assert op.tensor_parallel_mode is None and op.tensor_parallel_size == 1 and not op.sequence_parallel
+        assert len(list(op.flat_ops())) == (1 if isinstance(op, ops.BasicLinear) else 2), "no collectives"
         assert op(torch.randn(3, 4)).shape == (3, 2)
     bias = ops.Bias(4, tensor_parallel=True)
     assert not bias.tensor_parallel and bias.local_size == 4

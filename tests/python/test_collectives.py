@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, threads_of_gloo
-from support import DYNAMO_ERRORS
+from ranks import group_of_one, on_ranks, threads_of_gloo
+from support import DYNAMO_ERRORS, assert_equal
 from torch.testing import assert_close
 
 import tandem
@@ -132,12 +132,9 @@ def check_changes(rank: int, size: int) -> None:
     for part in (block[1], block[3]):
         part.tensor_parallel_group = again
         assert part.tensor_parallel_group is again
-        for group, count in ((apart, 1), (None, size)):
-            if count == size:
-                part.tensor_parallel_group = group  # all processes
-                continue
-            with pytest.raises(ValueError, match=f"Linear: expected a tensor_parallel_group of {size} ranks, as it was built for, got one of 1. Build"):
-                part.tensor_parallel_group = group
+        with pytest.raises(ValueError, match=f"Linear: expected a tensor_parallel_group of {size} ranks, as it was built for, got one of 1. Build"):
+            part.tensor_parallel_group = apart
+        part.tensor_parallel_group = None  # all processes
     assert_close(block(x[own]), expected[own])
     bias = ops.Bias(2 * size, tensor_parallel=True)
     assert bias.tensor_parallel and bias.tensor_parallel_size == size and bias.local_size == 2 and bias(torch.zeros(3, 2)).shape == (3, 2)
@@ -301,8 +298,7 @@ def check_delayed_scaling(rank: int, size: int, compiled: bool) -> None:
         of_this_rank.square().sum().backward()
     if compiled:
         return  # the state is one update behind: the next call brings it up to date
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(block.state_dict()[name], tensor), name
+    assert_equal(block.state_dict(), whole.state_dict())
     history = alone.recipe_state.forward.amax_history[3, 0]
     assert history == own.abs().max() and whole.recipe_state.forward.amax_history[3, 0] == x.abs().max()
 
@@ -402,14 +398,8 @@ def test_ranks_that_call_other_modules_are_told(size: int) -> None:
     on_ranks(size, check_delayed_scaling_errors)
 
 
-def test_a_group_is_needed() -> None:
-    with pytest.raises(RuntimeError, match="expected processes that know each other, got none. Call torch.distributed.init_process_group first"):
-        ops.Linear(4, 4, tensor_parallel_mode="column")
-
-
 def test_a_group_ends_with_its_layers(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with group_of_one(tmp_path):
         block = ops.Sequential(ops.AllReduce(), ops.Linear(4, 4), ops.AllGather())
         block(torch.ones(2, 4, requires_grad=True)).sum().backward()
         torch.compile(block, fullgraph=True, backend="aot_eager")(torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -417,17 +407,4 @@ def test_a_group_ends_with_its_layers(tmp_path: Path) -> None:
         torch.compiler.reset()
         del block
         gc.collect()
-    finally:
-        dist.destroy_process_group()
     assert not threads_of_gloo()
-
-
-def test_one_rank_is_no_parallelism(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        linear = ops.Linear(4, 4, tensor_parallel_mode="row", sequence_parallel=True)
-        assert linear.tensor_parallel_mode is None and len(linear.basic_ops) == 2 and not linear.sequence_parallel
-        assert linear.tensor_parallel_group is None
-    finally:
-        dist.destroy_process_group()
-    assert ops.Linear(4, 4, sequence_parallel=True).tensor_parallel_size == 1

@@ -4,18 +4,10 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import llama_mlp
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import tandem.ops as ops
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Scale(ops.BasicOperation):

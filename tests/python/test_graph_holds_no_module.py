@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from python_ops import SplitScale, WholeSin
-from support import llama_mlp
+from support import llama_mlp, residual
 
 import tandem
 import tandem.ops as ops
@@ -23,11 +23,7 @@ MODULES = {
     "Sequential": lambda: llama_mlp(32, 64),
     "Sequential with a plain module": lambda: ops.Sequential(ops.Linear(32, 32), torch.nn.Tanh(), ops.Linear(32, 32)),
     "Python ops": lambda: ops.Sequential(ops.Linear(32, 16), SplitScale(), WholeSin()),
-    "residual": lambda: ops.Sequential(
-        ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
-        ops.Linear(32, 32),
-        ops.AddExtraInput().set_extra_input_channel(0, "r"),
-    ),
+    "residual": lambda: residual(ops.Linear(32, 32)),
     "Linear": lambda: tandem.Linear(32, 32),
     "Linear of parts": lambda: tandem.Linear(32, 96, parameters_split=("q", "k", "v")),
     "LayerNormLinear": lambda: tandem.LayerNormLinear(32, 32),
