@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -57,29 +58,25 @@ class Numbers:
         assert not torch.equal(self.plain, self.quantized) and not torch.equal(self.quantized, self.other)
 
 
+@pytest.fixture
+def x():
+    return torch.randn(4, 16)
+
+
+@pytest.fixture
+def numbers(box, x):
+    return Numbers(box, x)
+
+
 def on_a_thread(function):
     """The result of a function that another thread runs; its error is raised here."""
-    results = []
-
-    def run():
-        try:
-            results.append((function(), None))
-        except BaseException as error:  # noqa: BLE001
-            results.append((None, error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    result, error = results[0]
-    if error is not None:
-        raise error
-    return result
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_thread_outside_any_region_is_not_in_that_of_another(path, box):
-    x = torch.randn(4, 16)
-    numbers, function = Numbers(box, x), path(box)
+def test_a_thread_outside_any_region_is_not_in_that_of_another(path, box, x, numbers):
+    function = path(box)
     function(x)
     entered, done = threading.Event(), threading.Event()
 
@@ -102,9 +99,8 @@ def test_a_thread_outside_any_region_is_not_in_that_of_another(path, box):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_regions_of_two_threads_overlap(path, box):
-    x = torch.randn(4, 16)
-    numbers, function = Numbers(box, x), path(box)
+def test_regions_of_two_threads_overlap(path, box, x, numbers):
+    function = path(box)
     one = tandem.autocast()  # the same object in both threads
     inside, outside = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
 
@@ -115,20 +111,15 @@ def test_regions_of_two_threads_overlap(path, box):
         outside.wait()
         return first, function(x)
 
-    results = []
     function(x)
-    threads = [threading.Thread(target=lambda: results.append(work())) for _ in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(results) == 2
-    for first, second in results:
-        assert torch.equal(first, numbers.quantized) and torch.equal(second, numbers.plain)
+    with ThreadPoolExecutor(2) as pool:
+        for first, second in pool.map(lambda _: work(), range(2)):
+            assert torch.equal(first, numbers.quantized) and torch.equal(second, numbers.plain)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_leaving_out_of_order_raises_and_the_others_stay_in_force(path, box):
-    x = torch.randn(4, 16)
-    numbers, function = Numbers(box, x), path(box)
+def test_leaving_out_of_order_raises_and_the_others_stay_in_force(path, box, x, numbers):
+    function = path(box)
     outer, inner = tandem.autocast(), tandem.autocast(recipe=OTHER)
     outer.__enter__()
     inner.__enter__()
@@ -142,10 +133,7 @@ def test_leaving_out_of_order_raises_and_the_others_stay_in_force(path, box):
     assert torch.equal(function(x), numbers.plain)
 
 
-def test_generators_that_leave_their_regions_out_of_order(box):
-    x = torch.randn(4, 16)
-    numbers = Numbers(box, x)
-
+def test_generators_that_leave_their_regions_out_of_order(box, x, numbers):
     def batches():
         with tandem.autocast():
             yield 1
@@ -168,9 +156,7 @@ def test_a_region_that_another_thread_leaves(box):
         assert tandem._C.active_recipe() is not None
 
 
-def test_one_object_is_entered_again_and_as_a_recursive_decorator_of_several_threads(box):
-    x = torch.randn(4, 16)
-    numbers = Numbers(box, x)
+def test_one_object_is_entered_again_and_as_a_recursive_decorator_of_several_threads(box, x, numbers):
     region = tandem.autocast()
 
     @region
@@ -184,16 +170,12 @@ def test_one_object_is_entered_again_and_as_a_recursive_decorator_of_several_thr
 
     with region, region:
         assert torch.equal(box(x), numbers.quantized)
-    threads = [threading.Thread(target=inner, args=(3,)) for _ in range(4)]
-    [thread.start() for thread in threads]
-    assert torch.equal(inner(3), numbers.quantized)
-    [thread.join() for thread in threads]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(y, numbers.quantized) for y in (*pool.map(inner, [3] * 4), inner(3)))
     assert torch.equal(box(x), numbers.plain)
 
 
-def test_an_exception_leaves_every_region(box):
-    x = torch.randn(4, 16)
-    numbers = Numbers(box, x)
+def test_an_exception_leaves_every_region(box, x, numbers):
     for path in (eager, compiled):
         function = path(box)
         with pytest.raises(KeyError), tandem.autocast(), tandem.autocast(recipe=OTHER):
@@ -203,9 +185,8 @@ def test_an_exception_leaves_every_region(box):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_tasks_that_interleave_have_regions_of_their_own(path, box):
-    x = torch.randn(4, 16)
-    numbers, function = Numbers(box, x), path(box)
+def test_tasks_that_interleave_have_regions_of_their_own(path, box, x, numbers):
+    function = path(box)
 
     async def task(recipe, expected):
         with tandem.autocast(recipe=recipe):
@@ -228,17 +209,14 @@ def test_tasks_that_interleave_have_regions_of_their_own(path, box):
     assert torch.equal(function(x), numbers.plain)
 
 
-def test_a_context_that_is_copied_has_what_was_in_force(box):
-    x = torch.randn(4, 16)
-    numbers = Numbers(box, x)
+def test_a_context_that_is_copied_has_what_was_in_force(box, x, numbers):
     with tandem.autocast():
         context = contextvars.copy_context()
         assert torch.equal(on_a_thread(lambda: context.run(box, x)), numbers.quantized)
     assert torch.equal(context.run(box, x), numbers.plain), "a region that was left is in force nowhere"
 
 
-def test_codes_of_weights_serve_every_context(box):
-    x = torch.randn(4, 16)
+def test_codes_of_weights_serve_every_context(box, x):
     box.requires_grad_(False)
 
     async def task():
@@ -271,10 +249,7 @@ def test_regions_that_are_never_left_die_with_their_context():
     assert tandem._C.active_recipe() is None
 
 
-def test_a_region_inside_a_compiled_function(box):
-    x = torch.randn(4, 16)
-    numbers = Numbers(box, x)
-
+def test_a_region_inside_a_compiled_function(box, x, numbers):
     @torch.compile(backend="aot_eager", fullgraph=True)
     def function(x):
         before = box(x)
@@ -291,9 +266,7 @@ def test_a_region_inside_a_compiled_function(box):
     assert torch.equal(before, numbers.plain) and torch.equal(inside, numbers.other)
 
 
-def test_a_graph_break_inside_a_region(box):
-    x = torch.randn(4, 16)
-    numbers = Numbers(box, x)
+def test_a_graph_break_inside_a_region(box, x, numbers):
     seen = []
 
     @torch.compile(backend="aot_eager")
@@ -310,10 +283,7 @@ def test_a_graph_break_inside_a_region(box):
     assert all(recipe is not None for recipe in seen)
 
 
-def test_a_compiled_function_that_leaves_a_region_open_raises(box):
-    x = torch.randn(4, 16)
-    numbers = Numbers(box, x)
-
+def test_a_compiled_function_that_leaves_a_region_open_raises(box, x, numbers):
     @torch.compile(backend="aot_eager", fullgraph=True)
     def forgets(x):
         tandem.autocast().__enter__()

@@ -10,52 +10,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from support import check_against, llama_mlp, llama_mlp_reference, randomize
+from support import assert_equal, check_against, llama_mlp, llama_mlp_reference, randomize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tandem
 import tandem.ops as ops
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_no_flag_is_touched(mode):
-    box = ops.Sequential(ops.Identity(), ops.MakeExtraOutput(), ops.Linear(4, 4), ops.GELU())
-    leaf = torch.randn(2, 4, requires_grad=True)
-    x = leaf * 1
-    with mode():
-        y, extra = box(x)
-        assert not y.requires_grad and y.grad_fn is None
-        assert box[0](x) is x and extra is x
-    assert x.requires_grad and x.grad_fn is not None and not x.is_leaf
-    with torch.inference_mode():
-        inside = torch.randn(2, 4)
-        assert box(inside)[0].is_inference()
-
-
-def test_outputs_require_grad_only_from_the_first_op_that_needs_it():
-    box = ops.Sequential(ops.MakeExtraOutput(), ops.Linear(4, 4), ops.MakeExtraOutput())
-    y, before, after = box(torch.randn(2, 4))
-    assert y.requires_grad and after.requires_grad and not before.requires_grad
-    box.requires_grad_(False)
-    assert not any(t.requires_grad for t in box(torch.randn(2, 4)))
-
-
-def test_with_grad_outputs_are_new_objects():
-    x = torch.randn(3, requires_grad=True)
-    y = ops.Identity()(x)
-    assert y is not x and y.data_ptr() == x.data_ptr() and x.is_leaf and x.grad_fn is None
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.ones(3))
-
-
-def test_retain_graph_and_a_graph_that_was_used():
-    box, x = randomize(llama_mlp()), torch.randn(3, 16, requires_grad=True)
-    y = box(x)
-    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], first)
-    with pytest.raises(RuntimeError, match="expected a graph that still holds its saved tensors, got one already used by backward"):
-        torch.autograd.grad(y.sum(), x)
 
 
 def test_gradients_are_right_to_the_last_digit_of_float64():
@@ -67,15 +27,8 @@ def test_gradients_are_right_to_the_last_digit_of_float64():
     assert torch.autograd.gradcheck(lambda x, e, *_: box(x, e), (x, extra, *box.parameters()), fast_mode=True)
 
 
-def test_double_backward_is_refused_not_wrong():
-    box, x = ops.Sequential(ops.Linear(4, 4), ops.GELU()), torch.randn(2, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(box(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="pipeline: expected at most one backward, got a backward of the backward"):
-        (grad.pow(2).sum() + box(x).sum()).backward()
-
-
 @pytest.mark.parametrize("wrt", ["input", "weight", "output gradient"])
-def test_double_backward_is_refused_by_autograd_grad_too(wrt):
+def test_double_backward_is_refused(wrt):
     box, x = ops.Sequential(ops.Linear(4, 4), ops.GELU()), torch.randn(2, 4, requires_grad=True)
     dy = torch.ones(2, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(box(x), x, dy, create_graph=True)
@@ -110,12 +63,6 @@ def given(box, x):
     return {t.data_ptr() for t in (x, *box.parameters())}
 
 
-def test_the_mlp_keeps_the_pre_activation_and_statistics_only():
-    box = llama_mlp()
-    box(torch.randn(3, 16, requires_grad=True))
-    assert box.saved_bytes() == 4 * (3 * 48 + 3)  # of RMSNorm, Linear, SwiGLU and Linear, others are written again in backward
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(use_reentrant):
     box, x = ops.Sequential(*randomize(llama_mlp()), ops.Dropout(0.5)), torch.randn(3, 16, requires_grad=True)
@@ -124,57 +71,7 @@ def test_checkpoint(use_reentrant):
     torch.manual_seed(5)
     y = checkpoint(box, x, use_reentrant=use_reentrant)
     y.sum().backward()
-    for actual, e in zip([x.grad, *(p.grad for p in box.parameters())], expected, strict=True):
-        torch.testing.assert_close(actual, e)
-
-
-def live_bytes():
-    gc.collect()
-    seen = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter):  # none of those that compilers leave behind
-            seen[thing.data_ptr()] = thing.numel() * thing.element_size()
-    return sum(seen.values())
-
-
-def test_activations_are_free_after_backward_although_the_output_lives():
-    box = randomize(llama_mlp(64, 512))
-    x = torch.randn(256, 64, requires_grad=True)
-    released = []
-
-    class Watched(ops.BasicOperation):
-        def op_forward_compute(self, input_):
-            released.append(weakref.ref(tensor := input_ * 1))
-            return input_ * 1, [tensor]
-
-        def op_forward_save_ctx(self, ctx, input_, tensors_to_save):
-            ctx.save_for_backward(*tensors_to_save)
-
-        def op_backward(self, ctx, grad_output):
-            return grad_output, []
-
-    box.append(Watched())
-    y = box(x)
-    assert box.saved_bytes() > 256 * 1024 * 4
-    y.sum().backward()
-    gc.collect()
-    assert released[0]() is None
-    assert y.grad_fn is not None
-    before = live_bytes()
-    y = box(x)
-    y.sum().backward()
-    assert live_bytes() <= before + y.numel() * 4
-
-
-def test_the_graph_refers_to_no_module():
-    box, x = llama_mlp(), torch.randn(3, 16, requires_grad=True)
-    y = box(x)
-    references = [weakref.ref(module) for module in box.modules()]
-    del box
-    gc.collect()
-    assert all(reference() is None for reference in references)
-    y.sum().backward()
-    assert x.grad is not None
+    torch.testing.assert_close([x.grad, *(p.grad for p in box.parameters())], [*expected])
 
 
 @pytest.mark.parametrize("make", [ops.ReLU, lambda: ops.Linear(4, 4), lambda: ops.RMSNorm(4), lambda: ops.FusedOperation([ops.ReLU()])])
@@ -221,30 +118,6 @@ def test_requires_grad_may_change_between_calls():
         check_against(box, llama_mlp_reference, torch.randn(3, 16))
 
 
-@pytest.mark.parametrize("write", ["input", "weight", "output"])
-def test_writing_in_place_what_backward_reads_raises(write):
-    box = ops.Sequential(ops.Reshape((-1, 4)), ops.Linear(4, 4), ops.GELU(), ops.Reshape((-1,)))
-    x = torch.randn(2, 2, 4, requires_grad=True) * 1
-    y = box(x)
-    with torch.no_grad():
-        {"input": x, "weight": box[1].weight, "output": y}[write].mul_(2)
-    if write == "output":
-        y.sum().backward()  # nobody reads it
-        return
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_an_output_that_backward_reads_is_watched():
-    linear, gelu = ops.Linear(4, 4), ops.GELU()
-    box = ops.Sequential(linear, ops.MakeExtraOutput(), gelu)
-    y, z = box(torch.randn(2, 4))
-    with torch.no_grad():
-        z.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 def test_the_gil_is_free_while_steps_run():
     interval = sys.getswitchinterval()
     box, x = ops.Sequential(ops.Linear(1024, 1024), ops.GELU(), ops.Linear(1024, 1024)), torch.randn(1024, 1024)
@@ -269,26 +142,6 @@ def test_the_gil_is_free_while_steps_run():
     finally:
         sys.setswitchinterval(interval)
     assert state["seen"] > 0
-
-
-def test_two_threads():
-    box = randomize(llama_mlp())
-    x = torch.randn(3, 16)
-    expected = [torch.autograd.grad(box(x * n).sum(), list(box.parameters())) for n in range(1, 9)]
-    errors = []
-
-    def work(n):
-        try:
-            for _ in range(20):
-                actual = torch.autograd.grad(box(x * n).sum(), list(box.parameters()))
-                torch.testing.assert_close(actual, expected[n - 1])
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert not errors
 
 
 def test_functorch():
@@ -353,13 +206,6 @@ def test_nothing_is_planned_twice():
     assert tandem._C.plans_made() == made
 
 
-def test_ddp_like_use_of_frozen_inputs():
-    box = randomize(llama_mlp())
-    check_against(box, llama_mlp_reference, torch.randn(3, 16))
-    inputs = torch.randn(2, 3, 16)
-    assert box(inputs).shape == (2, 3, 16)
-
-
 @pytest.mark.parametrize("rows", [4, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_gradient_that_repeats_one_element(dtype: torch.dtype, rows: int) -> None:
@@ -371,6 +217,6 @@ def test_a_gradient_that_repeats_one_element(dtype: torch.dtype, rows: int) -> N
     for gradient in (one.expand(rows, 32), one.expand(rows, 32).clone(), one.expand(rows, 1).clone().expand(rows, 32)):
         given = x.clone().requires_grad_()
         results.append(torch.autograd.grad(box(given), [given, *box.parameters()], gradient))
-    for repeated, dense, by_row in zip(*results, strict=True):
-        assert torch.equal(repeated, dense)
-        assert torch.equal(by_row, dense)
+    repeated, dense, by_row = results
+    assert_equal(repeated, dense)
+    assert_equal(by_row, dense)

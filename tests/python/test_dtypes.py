@@ -153,45 +153,39 @@ def test_without_parameters(name, grad):
         check(name, lambda t: (make()(*t), t), lambda t: (expression(*t), t), [tensor(dtype, 5, 8)], grad)
 
 
-@pytest.mark.parametrize("grad", (False, True))
-@pytest.mark.parametrize("name", WITH_PARAMETERS)
-def test_with_parameters(name, grad):
-    make, shapes, expression = WITH_PARAMETERS[name]
+def called(make):
+    """What `check` takes, of a module whose parameters are the tensors behind the first one."""
 
-    def ours(tensors):
+    def call(tensors):
         x, *rest = tensors
         module = with_parameters(make(), rest)
         return module(x), [x, *module.parameters()]
 
+    return call
+
+
+@pytest.mark.parametrize("grad", (False, True))
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_with_parameters(name, grad):
+    make, shapes, expression = WITH_PARAMETERS[name]
     for x, weight in itertools.product(DTYPES, DTYPES):
         tensors = [tensor(x, 5, 8), *(tensor(weight, *shape, seed=1 + i) for i, shape in enumerate(shapes))]
-        check(name, ours, lambda t: (expression(*t), t), tensors, grad)
+        check(name, called(make), lambda t: (expression(*t), t), tensors, grad)
+
+
+WITH_BIAS = {
+    "Linear": (lambda: ops.Linear(8, 6), (6, 8), lambda x, weight, bias: as_weight(F.linear)(x, weight) + bias),
+    "LayerNorm": (lambda: ops.LayerNorm(8), (8,), WITH_PARAMETERS["LayerNorm"][2]),
+}
 
 
 @pytest.mark.parametrize("grad", (False, True))
-def test_linear_with_a_bias_of_another_dtype(grad):
-    def ours(tensors):
-        x, *rest = tensors
-        module = with_parameters(ops.Linear(8, 6), rest)
-        return module(x), [x, *module.parameters()]
-
-    def expression(x, weight, bias):
-        return as_weight(F.linear)(x, weight) + bias
-
+@pytest.mark.parametrize("name", WITH_BIAS)
+def test_a_bias_of_another_dtype(name, grad):
+    make, shape, expression = WITH_BIAS[name]
     for weight, bias in itertools.product(DTYPES, DTYPES):
-        check("Linear", ours, lambda t: (expression(*t), t), [tensor(weight, 5, 8), tensor(weight, 6, 8, seed=1), tensor(bias, 6, seed=2)], grad)
-
-
-@pytest.mark.parametrize("grad", (False, True))
-def test_layer_norm_with_a_bias_of_another_dtype(grad):
-    def ours(tensors):
-        x, *rest = tensors
-        module = with_parameters(ops.LayerNorm(8), rest)
-        return module(x), [x, *module.parameters()]
-
-    expression = WITH_PARAMETERS["LayerNorm"][2]
-    for weight, bias in itertools.product(DTYPES, DTYPES):
-        check("LayerNorm", ours, lambda t: (expression(*t), t), [tensor(weight, 5, 8), tensor(weight, 8, seed=1), tensor(bias, 8, seed=2)], grad)
+        tensors = [tensor(weight, 5, 8), tensor(weight, *shape, seed=1), tensor(bias, shape[0], seed=2)]
+        check(name, called(make), lambda t: (expression(*t), t), tensors, grad)
 
 
 @pytest.mark.parametrize("grad", (False, True))
