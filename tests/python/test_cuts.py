@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support import randomize
+from support import fork, randomize, residual
 
 import tandem
 import tandem.ops as ops
@@ -63,13 +63,9 @@ def test_verify_checks_the_parts():
     outcome = box.verify(x)
     assert outcome and "op 1 (Linear) has a forward hook" in outcome.text
     assert outcome.comparisons > 0
-    residual = ops.Sequential(
-        ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
-        ops.Linear(16, 16),
-        ops.AddExtraInput().set_extra_input_channel(0, "r"),
-    )
-    residual[1].register_forward_hook(lambda *_: None)
-    assert residual.verify(x)
+    block = residual(ops.Linear(16, 16))
+    block[1].register_forward_hook(lambda *_: None)
+    assert block.verify(x)
 
 
 def test_the_plans_of_compiled_code_are_told(fresh_dynamo):
@@ -156,8 +152,7 @@ class KeepsBack(ops.AddExtraInput):
 
 def test_channels_go_through_a_forward_of_its_own():
     def around(op):
-        fork = ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False)
-        return ops.Sequential(fork, ops.ConstantScale(3.0), op.set_extra_input_channel(0, "r"))
+        return ops.Sequential(fork("r"), ops.ConstantScale(3.0), op.set_extra_input_channel(0, "r"))
 
     x = torch.randn(4)
     torch.testing.assert_close(around(Passes())(x), 8 * x)

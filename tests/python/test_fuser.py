@@ -3,6 +3,7 @@
 import pytest
 import test_fusions_covering as covering
 import torch
+from support import fork, join
 from test_fusions_python import JointSquare, replacing
 
 import tandem.ops as ops
@@ -10,9 +11,8 @@ from tandem.ops import basic, fused, fuser
 from tandem.ops.fuser import OperationFuser
 
 
-def residual(to_caller=False):
-    make = ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=to_caller)
-    return [ops.Linear(8, 8), make, ops.AddExtraInput(), ops.AddExtraInput().set_extra_input_channel(0, "a")]
+def listed(to_caller=False):
+    return [ops.Linear(8, 8), fork("a", to_caller), ops.AddExtraInput(), join("a")]
 
 
 def test_paths_of_import():
@@ -25,7 +25,7 @@ def test_paths_of_import():
 
 
 def test_the_wiring():
-    made = OperationFuser(residual(to_caller=True))
+    made = OperationFuser(listed(to_caller=True))
     assert made.num_extra_inputs == 1 and made._num_basic_ops == 5
     assert [type(op).__name__ for op in made._basic_ops] == ["BasicLinear", "Bias", "MakeExtraOutput", "AddExtraInput", "AddExtraInput"]
     assert made._basic_op_extra_input_sources == [[], [], [], [None], [(2, 0)]]
@@ -34,28 +34,28 @@ def test_the_wiring():
     assert made._basic_op_extra_output_consumers == [[], [], [[(4, 0)]], [], []]
     assert made._external_extra_input_slots == [(3, 0)] and made._public_extra_output_slots == [(2, 0)]
     assert made._basic_op_num_params == [1, 1, 0, 0, 0] and len(made._flat_basic_op_params) == 2
-    assert OperationFuser(residual())._public_extra_output_slots == []
+    assert OperationFuser(listed())._public_extra_output_slots == []
 
 
 def test_channels_are_checked_and_locked_by_the_constructor():
-    listed = residual()
-    OperationFuser(listed)
+    given = listed()
+    OperationFuser(given)
     with pytest.raises(RuntimeError, match="already captured its channel routing"):
-        listed[1].set_extra_output_channel(0, "b")
+        given[1].set_extra_output_channel(0, "b")
     with pytest.raises(ValueError, match="has no producer"):
-        OperationFuser([ops.AddExtraInput().set_extra_input_channel(0, "a")])
+        OperationFuser([join()])
     with pytest.raises(TypeError, match="OperationFuser: expected fusible operations, got Tanh. Put other modules into a Sequential."):
         OperationFuser([torch.nn.Tanh()])
 
 
 def test_it_is_called_as_a_pipeline_is():
-    listed, x, extra = residual(to_caller=True), torch.randn(2, 8, requires_grad=True), torch.randn(2, 8)
-    made = OperationFuser(listed)
-    y, given = made(x, extra)
-    expected = listed[0](x)
-    torch.testing.assert_close((y, given), (2 * expected + extra, expected))
+    given, x, extra = listed(to_caller=True), torch.randn(2, 8, requires_grad=True), torch.randn(2, 8)
+    made = OperationFuser(given)
+    y, forked = made(x, extra)
+    expected = given[0](x)
+    torch.testing.assert_close((y, forked), (2 * expected + extra, expected))
     y.sum().backward()
-    assert listed[0].weight.grad is not None
+    assert given[0].weight.grad is not None
     with pytest.raises(ValueError, match="pipeline: expected 1 extra inputs, .*, got 0"):
         made(x)
 

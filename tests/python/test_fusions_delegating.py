@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPS, randomize
+from support import OPS, assert_equal, randomize, residual
 from test_fusions_python import replacing
 
 import tandem
@@ -57,9 +57,10 @@ def fuse_all(made: type[ops.FusedOperation]) -> Any:
     return lambda found, **_: [made(found)]
 
 
-def numbers(box: Any, x: Any, *extra: Any) -> list[Any]:
+def numbers(box: Any, x: Any, *extra: Any, call: Any = None) -> list[Any]:
+    """The output and all gradients of the box, called by itself or within something."""
     torch.manual_seed(3)
-    y = box(x, *extra)
+    y = (call or box)(x, *extra)
     requested = [tensor for tensor in (x, *extra, *box.parameters()) if tensor.requires_grad]
     return [y, *torch.autograd.grad(y, requested, torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype))]
 
@@ -67,8 +68,7 @@ def numbers(box: Any, x: Any, *extra: Any) -> list[Any]:
 def check_same(box: Any, x: Any, *extra: Any, register: Any, made: type[ops.FusedOperation], compiled: bool = False) -> None:
     expected = numbers(box, x, *extra)
     with register(fuse_all(made)):
-        for got, wanted in zip(numbers(torch.compile(box, fullgraph=True, backend="aot_eager") if compiled else box, x, *extra), expected, strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(numbers(torch.compile(box, fullgraph=True, backend="aot_eager") if compiled else box, x, *extra), expected)
         assert "fuse_all.<lambda>" in box.fusions_made(), box.explain()
 
 
@@ -278,8 +278,7 @@ def test_a_fusion_of_both_directions_over_what_passes_gradients_on_as_they_are(k
     with JOINT(replacing([type(op) for op in listed], Cubed)):
         run = torch.compile(box, fullgraph=True, backend="aot_eager") if compiled else box
         y = run(x, *extra)
-        for got, wanted in zip([y, *torch.autograd.grad(y.sum(), [x, *extra])], expected, strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close([y, *torch.autograd.grad(y.sum(), [x, *extra])], expected)
         if extra:  # only one of them
             torch.testing.assert_close(torch.autograd.grad(run(x, *extra).sum(), extra), (expected[2],))
         with torch.no_grad():
@@ -306,19 +305,14 @@ def test_the_fields_of_a_context_say_what_is_asked_for() -> None:
 
 
 def test_a_delegated_backward_gives_what_flows_inside() -> None:
-    def made(scaled: bool) -> ops.Sequential:
-        fork, add = ops.MakeExtraOutput(), ops.AddExtraInput()
-        fork.set_extra_output_channel(0, "r", output_to_caller=False)
-        add.set_extra_input_channel(0, "r")
-        return randomize(ops.Sequential(ops.Linear(8, 8), fork, ops.GELU(), ops.Linear(8, 8), add))
-
     class Residual(Backward):
         def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **_: Any) -> Any:
             of_extra_outputs = [(), (), (None,), (), (), (), ()]
             return PartsMixin.fuser_backward(self, basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=of_extra_outputs)
 
-    check_same(made(False), torch.randn(4, 8, requires_grad=True), register=BACKWARD, made=Residual)
-    check_same(made(False), torch.randn(4, 8), register=BACKWARD, made=Residual)
+    for needs_x in (True, False):
+        box = randomize(ops.Sequential(ops.Linear(8, 8), *residual(ops.GELU(), ops.Linear(8, 8))))
+        check_same(box, torch.randn(4, 8, requires_grad=needs_x), register=BACKWARD, made=Residual)
 
 
 RECIPES = [
@@ -344,9 +338,9 @@ def test_a_delegated_backward_of_products_under_a_recipe(recipe: Any, frozen: st
         with tandem.autocast(recipe=recipe):
             return box(x)
 
-    expected = numbers_of(call, box, x)
+    expected = numbers(box, x, call=call)
     with BACKWARD(fuse_all(Backward)):
-        got = numbers_of(torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call, box, x)
+        got = numbers(box, x, call=torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)
         assert compiled or "made    fuse_all.<lambda> at ops 0 to 3" in box.explain(), box.explain()
     drawn = recipe is RECIPES[3]  # whose gradients are rounded by chance, each time by another
     for number, (a, b) in enumerate(zip(got, expected, strict=True)):
@@ -354,13 +348,6 @@ def test_a_delegated_backward_of_products_under_a_recipe(recipe: Any, frozen: st
             assert (a - b).norm() <= 0.3 * b.norm()
         else:
             torch.testing.assert_close(a, b, rtol=1e-5 if compiled or recipe.backward_override else 0, atol=1e-5 if compiled or recipe.backward_override else 0)
-
-
-def numbers_of(call: Any, box: Any, x: Any) -> list[Any]:
-    torch.manual_seed(3)
-    y = call(x)
-    requested = [tensor for tensor in (x, *box.parameters()) if tensor.requires_grad]
-    return [y, *torch.autograd.grad(y, requested, torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))]
 
 
 class ByHand(ops.FusedOperation):
@@ -415,7 +402,7 @@ def test_a_fusion_of_backward_over_products_behind_what_backward_could_write_aga
             got = torch.autograd.grad(box(x).square().sum(), [x, *box.parameters()])
             text = box.explain()
     assert text.count("made    fuse_into_Backward") == 2, text
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert_equal(got, expected)
 
 
 @pytest.mark.parametrize("is_calibrating", [False, True])
@@ -438,7 +425,8 @@ def test_a_refused_fusion_over_groups_leaves_their_amaxes(is_requested: bool, is
     expected, _ = trained(boxes[0])
     with BACKWARD(replacing([ops.GroupedLinear], Backward)):
         got, text = trained(boxes[1])
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) and expected[-1].any()
+    assert_equal(got, expected)
+    assert expected[-1].any()
     assert "made    fuse_into_Backward" not in text
     if not (is_requested and not is_calibrating):  # else codes of weights are the reason that is told
         assert re.search(
@@ -535,8 +523,7 @@ def test_a_fusion_of_backward_is_not_made_behind_a_users_of_both_directions() ->
     x, splits = torch.randn(5, 8, requires_grad=True), torch.tensor([2, 3])
     expected = numbers(box, x, splits, splits)
     with BACKWARD(fuse_all(Backward)), JOINT(replacing([ops.ReLU], Both)):
-        for got, wanted in zip(numbers(box, x, splits, splits), expected, strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(numbers(box, x, splits, splits), expected)
         assert re.search(r'refused fuse_all.<lambda> at ops 0 to 2: fusion "fuse_into_Both" of both directions covers these ops', box.explain()), box.explain()
     box = randomize(ops.Sequential(ops.GroupedLinear(2, 8, 8), ops.ReLU()))
     check_same(box, x, splits, register=BACKWARD, made=Backward)
@@ -559,8 +546,7 @@ def test_a_declared_fusion_over_products_of_groups() -> None:
         return torch.cat([own @ weight for own, _, weight in parts]), {grouped: weights}
 
     with ops.register_fusion("grouped_relu", [ops.GroupedLinear, ops.ReLU], forward=forward, backward=backward):
-        for got, wanted in zip(numbers(box, x, splits), expected, strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(numbers(box, x, splits), expected)
         assert "grouped_relu" in box.fusions_made()
 
 

@@ -31,9 +31,7 @@ class BackwardActivationLinear(ops.FusedOperation):
         type(self).calls += 1
         x, weight = basic_op_ctxs[0].saved_tensors
         (z,) = basic_op_ctxs[2].saved_tensors
-        with torch.enable_grad():
-            z = z.detach().requires_grad_()
-            (grad_z,) = torch.autograd.grad(torch.nn.functional.gelu(z, approximate="tanh"), z, grad_output)
+        grad_z = torch.ops.aten.gelu_backward(grad_output, z, approximate="tanh")
         return grad_z @ weight, [[grad_z.t() @ x], [grad_z.sum(0)], []], [(), (), ()]
 
 
@@ -57,9 +55,7 @@ def replacing(kinds, fused_class):
         out, index = [], 0
         while index < len(found):
             window = found[index : index + len(kinds)]
-            if [type(op).__mro__[0] for op in window] == kinds or (
-                len(window) == len(kinds) and all(isinstance(op, kind) for op, kind in zip(window, kinds, strict=True))
-            ):
+            if len(window) == len(kinds) and all(map(isinstance, window, kinds)):
                 out.append(fused_class(window))
                 index += len(kinds)
             else:
@@ -177,34 +173,6 @@ def test_handles_order_and_calls_per_plan():
     assert len(seen) == 5
 
 
-def fails(found, *, recipe=None):
-    raise KeyError("oh")
-
-
-def drops(found, *, recipe=None):
-    return found[1:]
-
-
-def reorders(found, *, recipe=None):
-    return found[::-1]
-
-
-def returns_nothing(found, *, recipe=None):
-    return None
-
-
-def returns_texts(found, *, recipe=None):
-    return ["a"]
-
-
-def without_forward(found, *, recipe=None):
-    return [BackwardActivationLinear(found)]
-
-
-def without_backward(found, *, recipe=None):
-    return [ForwardLinearGelu(found)]
-
-
 JOINT, FORWARD, BACKWARD = ops.register_forward_backward_fusion, ops.register_forward_fusion, ops.register_backward_fusion
 
 
@@ -230,17 +198,32 @@ def test_functions_of_one_direction_get_what_is_fused_in_both(compiled, fresh_dy
         assert [type(op) for op in found] == [ops.ConstantScale, JointSquare, ops.ReLU]
         assert [*found[1].basic_ops] == [box[1], box[2]]
     assert given["forward"][0][1] is given["backward"][0][1]
+
+
+def fails(found, *, recipe=None):
+    raise KeyError("oh")
+
+
+def named(name, function):
+    """A function of a fusion, which errors call by its name."""
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+DROPS, REORDERS = named("drops", lambda found, **_: found[1:]), named("reorders", lambda found, **_: found[::-1])
+WITHOUT_FORWARD = named("without_forward", lambda found, **_: [BackwardActivationLinear(found)])
+WITHOUT_BACKWARD = named("without_backward", lambda found, **_: [ForwardLinearGelu(found)])
 ERRORS = [
     (FORWARD, fails, KeyError, "oh"),
-    (FORWARD, drops, RuntimeError, "but ops that cover ['BasicLinear', 'Bias', 'GELU'] once and in order, got ['Bias', 'GELU']"),
-    (BACKWARD, drops, RuntimeError, "drops: expected no mismatch after fusing operations, but ops that cover"),
-    (JOINT, reorders, RuntimeError, "but ops that cover ['BasicLinear', 'Bias', 'GELU'] once and in order, got ['GELU', 'Bias'"),
-    (FORWARD, returns_nothing, TypeError, "returns_nothing: expected a list of fusible operations, got NoneType"),
-    (FORWARD, returns_texts, TypeError, "returns_texts: expected a list of fusible operations, got ['str']"),
-    (FORWARD, without_forward, TypeError, "without_forward: expected BackwardActivationLinear with a forward, got none"),
-    (JOINT, without_forward, TypeError, "without_forward: expected BackwardActivationLinear with a forward, got none"),
-    (BACKWARD, without_backward, TypeError, "without_backward: expected ForwardLinearGelu with a backward, got none"),
-    (JOINT, without_backward, TypeError, "without_backward: expected ForwardLinearGelu with a backward, got none"),
+    (FORWARD, DROPS, RuntimeError, "but ops that cover ['BasicLinear', 'Bias', 'GELU'] once and in order, got ['Bias', 'GELU']"),
+    (BACKWARD, DROPS, RuntimeError, "drops: expected no mismatch after fusing operations, but ops that cover"),
+    (JOINT, REORDERS, RuntimeError, "but ops that cover ['BasicLinear', 'Bias', 'GELU'] once and in order, got ['GELU', 'Bias'"),
+    (FORWARD, named("nothing", lambda found, **_: None), TypeError, "nothing: expected a list of fusible operations, got NoneType"),
+    (FORWARD, named("texts", lambda found, **_: ["a"]), TypeError, "texts: expected a list of fusible operations, got ['str']"),
+    (FORWARD, WITHOUT_FORWARD, TypeError, "without_forward: expected BackwardActivationLinear with a forward, got none"),
+    (JOINT, WITHOUT_FORWARD, TypeError, "without_forward: expected BackwardActivationLinear with a forward, got none"),
+    (BACKWARD, WITHOUT_BACKWARD, TypeError, "without_backward: expected ForwardLinearGelu with a backward, got none"),
+    (JOINT, WITHOUT_BACKWARD, TypeError, "without_backward: expected ForwardLinearGelu with a backward, got none"),
 ]
 
 
