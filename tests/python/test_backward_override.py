@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 from experts import by_group, made
-from support import llama_mlp, randomize
+from support import assert_equal, llama_mlp, randomize
 
 import tandem
 from tandem import ops
 from tandem.ops import OperationContext
 from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 E4M3 = torch.float8_e4m3fn
 
 
@@ -63,7 +64,6 @@ def step(module, x, recipe, grad):
 @OVERRIDES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product(recipe, override, dtype):
-    torch.manual_seed(0)
     linear, x, grad = ops.Linear(64, 48, dtype=dtype), torch.randn(16, 64, dtype=dtype), torch.randn(16, 48, dtype=dtype)
     y, grad_x, grad_weight, grad_bias = step(linear, x, recipe(backward_override=override), grad)
     wanted, *_ = step(linear, x, recipe(), grad)
@@ -77,7 +77,6 @@ def test_a_product(recipe, override, dtype):
 @RECIPES
 @OVERRIDES
 def test_a_block_in_every_form(recipe, override):
-    torch.manual_seed(0)
     recipe = recipe(backward_override=override)
     modules = [randomize(llama_mlp(32, 48)), ops.Sequential(tandem.LayerNormMLP(32, 48, activation="swiglu")), ops.Sequential(tandem.LayerNormLinear(32, 32))]
     for module in modules:
@@ -105,7 +104,6 @@ def test_backward_quantizes_nothing_and_keeps_what_it_says(override):
 
 @OVERRIDES
 def test_weights_that_change_between_steps_are_seen(override):
-    torch.manual_seed(0)
     linear, x, grad = ops.Linear(64, 48, bias=False), torch.randn(16, 64), torch.randn(16, 48)
     recipe = MXFP8BlockScaling(backward_override=override)
     first = step(linear, x, recipe, grad)
@@ -118,13 +116,11 @@ def test_weights_that_change_between_steps_are_seen(override):
 @OVERRIDES
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_calls_equal_eager_ones(override, backend):
-    torch._dynamo.reset()
     torch.manual_seed(0)
     module, x, grad = randomize(llama_mlp(32, 48)), torch.randn(16, 32), torch.randn(16, 32)
     recipe = MXFP8BlockScaling(backward_override=override)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
-    for actual, wanted in zip(step(compiled, x, recipe, grad), step(module, x, recipe, grad), strict=True):
-        torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(step(compiled, x, recipe, grad), step(module, x, recipe, grad))
 
 
 def test_gradients_are_not_rounded():
@@ -136,25 +132,10 @@ def test_gradients_are_not_rounded():
 
 @OVERRIDES
 def test_parameters_in_codes(override):
-    torch.manual_seed(0)
     linear, x, grad = ops.Linear(64, 48, bias=False), torch.randn(16, 64), torch.randn(16, 48)
     linear.weight = torch.nn.Parameter(tandem.quantize(linear.weight.detach(), tandem.MXFP8Quantizer(E4M3)))
     grad_x = step(linear, x, MXFP8BlockScaling(backward_override=override), grad)[1]
     torch.testing.assert_close(grad_x, grad @ linear.weight.dequantize())
-
-
-def test_groups_of_rows():
-    torch.manual_seed(0)
-    experts, x, splits = ops.GroupedLinear(2, 32, 16, bias=False), torch.randn(12, 32, requires_grad=True), torch.tensor([5, 7])
-    with tandem.autocast(recipe=MXFP8BlockScaling(backward_override="high_precision")):
-        y = experts(x, splits)
-    with tandem.autocast(recipe=MXFP8BlockScaling()):
-        assert torch.equal(y, experts(x, splits))
-    grad = torch.randn(12, 16)
-    grads = torch.autograd.grad(y, [x, *experts.parameters()], grad)
-    wanted = torch.autograd.grad(experts(x, splits), [x, *experts.parameters()], grad)
-    for actual, plain in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(actual, plain)
 
 
 SPLITS = [33, 0, 5, 64]
@@ -204,7 +185,6 @@ def test_decoded_operands_of_groups_wherever_gradients_go(recipe, packed, run):
     for param in other.parameters():
         param.main_grad = torch.zeros_like(param)
     x, grad = torch.randn(sum(SPLITS), 64), torch.randn(sum(SPLITS), 48)
-    torch._dynamo.reset()
     call = torch.compile(other, fullgraph=True, backend="aot_eager") if run == "compiled" else other
     results = []
     for module in (plain, call):
@@ -216,8 +196,7 @@ def test_decoded_operands_of_groups_wherever_gradients_go(recipe, packed, run):
     if run == "later":
         assert all(param.grad is None for param in other.parameters())
         other.backward_dw()
-    for actual, wanted in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(results[1], results[0])
     for param, wanted in zip(other.parameters(), plain.parameters(), strict=True):
         actual = param.main_grad if run == "main_grad" else param.grad
         torch.testing.assert_close(actual, wanted.grad, rtol=1e-5, atol=1e-4)
@@ -237,8 +216,7 @@ def test_experts_as_one_fusion(recipe, override, packed):
             y = box(leaf, splits, splits) if fused else box[2](box[1](box[0](leaf, splits)), splits)
         results.append([y.detach(), *torch.autograd.grad(y, [leaf, *box.parameters()], grad)])
     assert "made    grouped_mlp_glu" in box.explain()
-    for actual, wanted in zip(*results, strict=True):
-        assert torch.equal(actual, wanted)
+    assert_equal(*results)
     with tandem.autocast(recipe=recipe):
         report = tandem.verify(box, x.requires_grad_(), splits, splits)
     assert report, report
@@ -261,8 +239,7 @@ def test_groups_by_parts(override, delay):
         other.backward_dw()
         of_weights = [param.grad for param in experts.parameters()]
     assert torch.equal(y, expected) and torch.equal(grad_x, leaf.grad)
-    for actual, param in zip(of_weights, other.parameters(), strict=True):
-        assert torch.equal(actual, param.grad)
+    assert_equal([*of_weights], [param.grad for param in other.parameters()])
 
 
 def test_autocast_of_torch_decodes_to_the_dtype_of_the_product():
@@ -279,7 +256,6 @@ def test_autocast_of_torch_decodes_to_the_dtype_of_the_product():
 
 
 def test_another_value_at_the_next_call_makes_another_plan():
-    torch.manual_seed(0)
     linear, x, grad = ops.Linear(64, 48), torch.randn(16, 64), torch.randn(16, 48)
     results = [step(linear, x, MXFP8BlockScaling(backward_override=value), grad) for value in (None, "high_precision", "dequantized", None)]
     assert torch.equal(results[0][1], results[3][1])

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 import torch.utils.checkpoint
-from support import llama_mlp, randomize
+from support import assert_equal, llama_mlp, randomize
 
 import tandem
 import tandem.ops as ops
-from tandem.recipe import Float8BlockScaling, Format, MMParams, NVFP4BlockScaling, QParams
+from tandem.recipe import DelayedScaling, Float8BlockScaling, Format, MMParams, NVFP4BlockScaling, QParams
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 BLOCK_RECIPES = [
@@ -140,6 +140,11 @@ def results_of(call, module, recipe, x, grad, seed=0):
     return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
 
 
+def checkpointed(module, recipe):
+    regions = lambda: (contextlib.nullcontext(), tandem.autocast(recipe=recipe))  # noqa: E731
+    return lambda x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False, context_fn=regions)
+
+
 @pytest.mark.parametrize("recipe", [STEADY[0], STEADY[3], FOUR_OVER_SIX], ids=lambda r: r.to_json())
 @pytest.mark.parametrize("sizes", [(64, 96), (40, 50)])
 def test_compiled_exported_and_checkpointed_calls_give_the_same_bits(recipe, sizes):
@@ -150,13 +155,10 @@ def test_compiled_exported_and_checkpointed_calls_give_the_same_bits(recipe, siz
     ways = {
         "compiled": torch.compile(module, backend="aot_eager", fullgraph=True),
         "dynamic": torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True),
-        "checkpoint": lambda t: torch.utils.checkpoint.checkpoint(
-            module, t, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), tandem.autocast(recipe=recipe))
-        ),
+        "checkpoint": checkpointed(module, recipe),
     }
-    for name, way in ways.items():
-        for got, want in zip(results_of(way, module, recipe, x, grad), expected, strict=True):
-            assert torch.equal(got, want), name
+    for way in ways.values():
+        assert_equal(results_of(way, module, recipe, x, grad), expected)
     with tandem.autocast(recipe=recipe), torch.no_grad():
         program = torch.export.export(module, (x,))
     assert torch.equal(program.module()(x), expected[0])
@@ -168,7 +170,7 @@ def test_seeds_of_gradients_come_from_the_generator_and_stay_with_the_graph():
     module, recipe = randomize(llama_mlp(64, 96)), NVFP4BlockScaling()
     x, grad = torch.randn(40, 64), torch.randn(40, 64)
     first, again, other = (results_of(module, module, recipe, x, grad, seed) for seed in (1, 1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert_equal(again, first)
     assert torch.equal(first[0], other[0]), "inputs and weights are rounded to nearest"
     assert not any(torch.equal(a, b) for a, b in zip(first[1:], other[1:], strict=True))
     x.requires_grad_()
@@ -176,13 +178,7 @@ def test_seeds_of_gradients_come_from_the_generator_and_stay_with_the_graph():
         y = module(x)
     twice = [torch.autograd.grad(y, x, grad, retain_graph=True)[0] for _ in range(2)]
     assert torch.equal(*twice)
-    checkpointed = results_of(
-        lambda t: torch.utils.checkpoint.checkpoint(
-            module, t, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), tandem.autocast(recipe=recipe))
-        ),
-        module, recipe, x.detach(), grad, seed=1,
-    )  # fmt: skip
-    assert all(torch.equal(a, b) for a, b in zip(first, checkpointed, strict=True))
+    assert_equal(results_of(checkpointed(module, recipe), module, recipe, x.detach(), grad, seed=1), first)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     assert torch.equal(results_of(compiled, module, recipe, x.detach(), grad, seed=1)[0], first[0])
 
@@ -240,7 +236,8 @@ def test_quantize_op_keeps_the_shape(recipe):
 
 
 def test_recipes_are_frozen_values_that_go_through_json():
-    for each in (*STEADY, NVFP4BlockScaling(disable_2d_quantization=True)):
+    delayed = DelayedScaling(margin=1, amax_history_len=7, amax_compute_algo="most_recent", reduce_amax=False)
+    for each in (*STEADY, NVFP4BlockScaling(disable_2d_quantization=True), delayed):
         assert tandem.recipe.recipe_from_json(each.to_json()) == each and hash(each) == hash(tandem.recipe.recipe_from_json(each.to_json()))
         with tandem.autocast(recipe=each):
             assert tandem.recipe.recipe_from_json(tandem._C.active_recipe()) == each

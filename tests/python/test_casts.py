@@ -26,15 +26,6 @@ def test_kernel_and_composite_form_agree(dtype, saturate, seed):
         assert torch.equal(tandem.cast(x, dtype, saturate=saturate, seed=seed), composite(x.float(), dtype, saturate=saturate, seed=seed))
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)], ids=str)
-def test_finite_numbers_within_range_are_those_of_torch(dtype, largest):
-    x = EVERY_BFLOAT16.float()
-    x = x[x.isfinite() & (x.abs() <= largest)]
-    assert torch.equal(tandem.cast(x, dtype), x.to(dtype).view(torch.uint8))
-    codes = torch.arange(256, dtype=torch.uint8)
-    assert torch.equal(tandem.cast_back(codes, dtype).nan_to_num(9e9), codes.view(dtype).float().nan_to_num(9e9))
-
-
 def test_edges():
     x = torch.tensor([-0.0, 464.0, 464.5, 61440.0, torch.inf, -torch.inf, torch.nan, -torch.nan])
     assert tandem.cast(x, E4M3).tolist() == [0x80, 0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0x7F, 0x7F]

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from support import llama_mlp, randomize
+from support import assert_equal, llama_mlp, randomize
 from torch._dynamo.backends.common import aot_autograd
 from weights import RECIPES, assert_fresh, codes_told, made_in, results_of, step
 
@@ -34,9 +34,7 @@ def bits_of(call, module, x, recipe):
 
 
 def assert_same_bits(call, module, x, recipe):
-    got, expected = bits_of(call, module, x, recipe), bits_of(module, module, x, recipe)
-    for one, other in zip(got, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(bits_of(call, module, x, recipe), bits_of(module, module, x, recipe))
 
 
 @pytest.fixture

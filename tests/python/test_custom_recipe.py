@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from support import llama_mlp, randomize
+from support import assert_equal, llama_mlp, randomize
 
 import tandem
 from tandem import ops
@@ -56,23 +56,19 @@ def step(module, x, recipe):
 @pytest.mark.parametrize(("qfactory", "recipe"), BUILT_IN)
 @pytest.mark.parametrize("make", [lambda: llama_mlp(32, 48), lambda: tandem.LayerNormMLP(32, 48, activation="swiglu"), lambda: tandem.Linear(32, 16)])
 def test_a_function_that_says_what_a_recipe_says_gives_its_bits(make, qfactory, recipe):
-    torch.manual_seed(0)
     module, x = randomize(make()), torch.randn(16, 32)
-    for actual, wanted in zip(step(module, x, CustomRecipe(qfactory)), step(module, x, recipe), strict=True):
-        assert torch.equal(actual, wanted)
+    assert_equal(step(module, x, CustomRecipe(qfactory)), step(module, x, recipe))
 
 
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()])
 def test_groups_too(recipe):
-    torch.manual_seed(0)
     experts, x, splits = ops.GroupedLinear(2, 32, 16), torch.randn(12, 32), torch.tensor([5, 7])
     results = []
     for each in (CustomRecipe(as_blocks if recipe.float8_block_scaling() else as_mxfp8), recipe):
         with tandem.autocast(recipe=each):
             y = experts(x, splits)
         results.append([y, *torch.autograd.grad(y.square().sum(), [*experts.parameters()])])
-    for actual, wanted in zip(*results, strict=True):
-        assert torch.equal(actual, wanted)
+    assert_equal(*results)
 
     def without_x(role):
         return None if role.tensor_type == "input" else tandem.MXFP8Quantizer(E4M3)
@@ -98,7 +94,6 @@ def test_the_function_is_asked_once_for_each_role():
 
 
 def test_what_has_no_quantizer_is_taken_as_it_is():
-    torch.manual_seed(0)
     linear, x = ops.Linear(32, 16, bias=False), torch.randn(8, 32)
     quantizer = tandem.MXFP8Quantizer(E4M3)
 
@@ -111,14 +106,12 @@ def test_what_has_no_quantizer_is_taken_as_it_is():
     grad = 2 * y
     torch.testing.assert_close(grad_x, grad @ weight.dequantize(columnwise=True))
     torch.testing.assert_close(grad_weight, grad.t() @ x)
-    for actual, wanted in zip(step(linear, x, CustomRecipe(lambda role: None)), step(linear, x, None), strict=True):
-        assert torch.equal(actual, wanted)
+    assert_equal(step(linear, x, CustomRecipe(lambda role: None)), step(linear, x, None))
 
 
 @pytest.mark.parametrize("packed", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize("other", [as_current_scaling, as_mxfp8, as_blocks])
 def test_sizes_that_divide_by_nothing_suit_a_packed_format_beside_another(packed, other):
-    torch.manual_seed(0)
     nvfp4 = tandem.NVFP4Quantizer()
     recipe = CustomRecipe(lambda role: nvfp4 if role.tensor_type == packed else other(role))
     linear, x = ops.Linear(40, 24, bias=False), torch.randn(21, 40)
@@ -134,8 +127,7 @@ def test_sizes_that_divide_by_nothing_suit_a_packed_format_beside_another(packed
     torch.testing.assert_close(grad_weight, numbers(grad, "grad_output", True).t() @ numbers(x, "input", True))
     torch.compiler.reset()
     compiled = step(torch.compile(linear, fullgraph=True, backend="aot_eager"), x, recipe)
-    for actual, wanted in zip(compiled, (y, grad_x, grad_weight), strict=True):
-        assert torch.equal(actual, wanted)
+    assert_equal(compiled, [y, grad_x, grad_weight])
 
     experts, splits = ops.GroupedLinear(2, 40, 24, bias=False), torch.tensor([8, 13])
     with tandem.autocast(recipe=recipe):
@@ -150,7 +142,6 @@ def test_sizes_that_divide_by_nothing_suit_a_packed_format_beside_another(packed
 
 
 def test_one_layer_may_be_left_out():
-    torch.manual_seed(0)
     box, x = ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32)), torch.randn(8, 32)
     recipe = CustomRecipe(lambda role: None if role.name.startswith("2.") else tandem.MXFP8Quantizer(E4M3))
     step(box, x, recipe)
@@ -185,8 +176,7 @@ def test_compiled_calls_equal_eager_ones(backend):
 
     recipe = CustomRecipe(mixed)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
-    for actual, wanted in zip(step(compiled, x, recipe), step(module, x, recipe), strict=True):
-        torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(step(compiled, x, recipe), step(module, x, recipe))
 
 
 def test_ops_say_their_quantizers():
@@ -295,8 +285,7 @@ def test_what_products_would_not_do_is_refused():
     for qfactory, kind, text in refused:
         with tandem.autocast(recipe=CustomRecipe(qfactory)), pytest.raises(kind, match=text):
             linear(x)
-    for actual, wanted in zip(step(linear, x, CustomRecipe(lambda role: Renamed())), step(linear, x, MXFP8BlockScaling()), strict=True):
-        assert torch.equal(actual, wanted)
+    assert_equal(step(linear, x, CustomRecipe(lambda role: Renamed())), step(linear, x, MXFP8BlockScaling()))
 
 
 class Factory:

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from delayed import RECIPE, inputs, plain, snapshot, states, trained
+from support import assert_equal
 
 import tandem
 from tandem import ops
@@ -28,8 +29,7 @@ def test_state_is_in_state_dicts_without_pickle():
     for module in (linear, fresh):
         module.zero_grad()
         plain(module, inputs(1)[0].requires_grad_())
-    for name, tensor in linear.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], tensor)
+    assert_equal(fresh.state_dict(), linear.state_dict())
     assert torch.equal(fresh.weight.grad, linear.weight.grad)
 
 
@@ -44,8 +44,7 @@ def test_what_is_pending_is_of_another_process_once_pickled():
     assert states(loaded)[1].pending.item() == -1
     for module in (linear, loaded):
         plain(module, inputs(1)[0].requires_grad_())
-    for name, tensor in snapshot(linear).items():
-        assert torch.equal(snapshot(loaded)[name], tensor), name
+    assert_equal(snapshot(loaded), snapshot(linear))
 
 
 def test_state_is_loaded_onto_meta_modules_and_in_other_dtypes():
@@ -57,8 +56,7 @@ def test_state_is_loaded_onto_meta_modules_and_in_other_dtypes():
     for module in (linear, loaded):
         module.zero_grad()
         plain(module, inputs(1)[0].requires_grad_())
-    for name, tensor in linear.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert_equal(loaded.state_dict(), linear.state_dict())
     emptied = linear.to("meta").to_empty(device="cpu")
     assert not any(state.pending.any() for state in states(emptied))
 

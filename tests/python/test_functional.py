@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from support import assert_equal
 from torch.testing import assert_close
 
 import tandem
@@ -74,6 +75,11 @@ def run(kind, args, *grads, **options):
     results = forward(args)
     context = setup(args, results)
     return results, context, backward(context, *grads, **options)
+
+
+def context_of(args):
+    """What backward of a linear reads, once forward has run."""
+    return functional.linear_setup_context(args, functional.linear_forward(args))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -265,7 +271,7 @@ def test_errors():
 def test_gradients_are_checked_before_any_work(recipe):
     x, weight = torch.randn(17, 32), torch.randn(48, 32)
     args = functional.LinearArgs(inp=x, weight=weight, recipe=RECIPES[recipe])
-    context = functional.linear_setup_context(args, functional.linear_forward(args))
+    context = context_of(args)
     for shape in ((18, 48), (16, 48), (2_000_000, 48), (1, 48), (48,), (17, 40), (1, 17, 48)):
         with pytest.raises(ValueError, match=r"backward: expected a gradient of shape \[17, 48\], as output 0 has, got \[.*\]. Expand or reshape it."):
             functional.linear_backward(context, torch.ones(1).expand(shape))
@@ -291,7 +297,7 @@ def test_gradients_are_checked_before_any_work(recipe):
 )
 def test_layouts_of_gradients(gradient):
     args = functional.LinearArgs(inp=torch.randn(4, 8), weight=torch.randn(8, 8))
-    context = functional.linear_setup_context(args, functional.linear_forward(args))
+    context = context_of(args)
     found, dense = (functional.linear_backward(context, each, retain=True) for each in (gradient, torch.empty(4, 8).copy_(gradient)))
     assert_close(found, dense, rtol=1e-5, atol=1e-5)
     assert_close(found["inp"], gradient @ args.weight, rtol=1e-5, atol=1e-5)
@@ -315,8 +321,7 @@ def test_writes_between_the_functions_are_noticed(recipe, shape, which):
     fields_[which].mul_(2)
     with pytest.raises(ValueError, match="setup_context: expected .* unchanged since forward, as backward reads it, got an in-place write"):
         functional.linear_setup_context(args, results)
-    results = functional.linear_forward(args)
-    context = functional.linear_setup_context(args, results)
+    context = context_of(args)
     fields_[which].mul_(2)
     with pytest.raises(ValueError, match="backward: expected .* unchanged since the setup of the context, as backward reads it, got an in-place write"):
         functional.linear_backward(context, torch.ones(results.y.shape))
@@ -348,8 +353,7 @@ def test_writes_into_workspaces_are_noticed(case, recipe):
     context = setup(args, results)
     doubled = {field.name: 2 * getattr(args, field.name) for field in dataclasses.fields(args) if field.name.endswith("weight")}
     forward(dataclasses.replace(args, **doubled, weight_workspaces=results.weight_workspaces))  # the library writes them, and knows of what
-    for name, gradient in backward(context, *grads).items():
-        assert torch.equal(gradient, wanted[name])
+    assert_equal(backward(context, *grads), wanted)
 
 
 def test_all_that_forward_has_returned_is_asked_for():
@@ -395,34 +399,35 @@ def test_unknown_fields_are_refused():
 
 def test_errors_of_fields():
     x, weight, ones = torch.randn(4, 8), torch.randn(6, 8), torch.ones(8)
-    of_linear = {"inp": x, "weight": weight}
-    of_norm = {**of_linear, "layer_norm_weight": ones, "normalization": "RMSNorm"}
+
+    def linear(**changed):
+        return functional.LinearArgs(**{"inp": x, "weight": weight} | changed)
+
+    def groups(**changed):
+        return functional.GroupedLinearArgs(**{"inp": x, "m_splits": [2, 2], "weights": [weight] * 2} | changed)
+
+    normed = functional.LayerNormLinearArgs(inp=x, weight=weight, layer_norm_weight=ones, normalization="RMSNorm", layer_norm_bias=ones)
+    of_all = "LinearArgs: expected main_grads of weight to be one tensor for each weight, 1 in all, got 2. Pass a list"
+    of_biases = "GroupedLinearArgs: expected biases to be a list of one vector for each of 2 groups, or None, got "
     cases = [
-        (functional.LinearArgs(**(of_linear | {"inp": [1]})), TypeError, "LinearArgs: expected inp to be a tensor, got list"),
-        (functional.LinearArgs(**(of_linear | {"weight": None})), TypeError, "LinearArgs: expected weight to be a tensor, got NoneType"),
-        (functional.LinearArgs(**of_linear, recipe="fp8"), TypeError, "LinearArgs: expected recipe to be a recipe of tandem.recipe or None, got str"),
-        (functional.LinearArgs(**of_linear, main_grads={"weight": [weight] * 2}), ValueError, "LinearArgs: expected main_grads of weight to be one tensor for each weight, 1 in all, got 2. Pass a list"),
-        (functional.LinearArgs(**of_linear, main_grads={"weight": "w"}), TypeError, "LinearArgs: expected main_grads of weight to be a tensor, got str. Pass one."),
-        (functional.LinearArgs(**of_linear, main_grads={"wieght": weight}), ValueError, "LinearArgs: expected main_grads to name some of weight, got 'wieght'"),
+        (linear(inp=[1]), TypeError, "LinearArgs: expected inp to be a tensor, got list"),
+        (linear(weight=None), TypeError, "LinearArgs: expected weight to be a tensor, got NoneType"),
+        (linear(recipe="fp8"), TypeError, "LinearArgs: expected recipe to be a recipe of tandem.recipe or None, got str"),
+        (linear(main_grads={"weight": [weight] * 2}), ValueError, of_all),
+        (linear(main_grads={"weight": "w"}), TypeError, "LinearArgs: expected main_grads of weight to be a tensor, got str. Pass one."),
+        (linear(main_grads={"wieght": weight}), ValueError, "LinearArgs: expected main_grads to name some of weight, got 'wieght'"),
+        (linear(main_grads=[weight]), TypeError, "LinearArgs: expected main_grads to be tensors by the names of fields, got list. Pass a dict"),
+        (linear(needs_grad="weight"), TypeError, "LinearArgs: expected needs_grad to be names of fields, got the text 'weight'. Pass a list of names"),
+        (normed, ValueError, "LayerNormLinearArgs: expected layer_norm_bias=None with RMSNorm, which adds none, got a tensor"),
+        (groups(m_splits=[1.5, 2]), TypeError, r"GroupedLinearArgs: expected m_splits to be integers, the rows of each group, got \[1.5, 2\]"),
+        (groups(weights=[weight, None]), TypeError, r"GroupedLinearArgs: expected weights\[1\] to be a tensor, got NoneType"),
+        (groups(m_splits=[], weights=[]), ValueError, "GroupedLinearArgs: expected weights to be a list of one matrix for each group, got none"),
+        (groups(biases=[weight[0]] * 3), ValueError, of_biases + "3"),
+        (groups(biases=weight[0]), ValueError, of_biases + "Tensor"),
     ]
     for args, kind, text in cases:
         with pytest.raises(kind, match=text):
-            functional.linear_forward(args)
-    with pytest.raises(ValueError, match="LayerNormLinearArgs: expected layer_norm_bias=None with RMSNorm, which adds none, got a tensor"):
-        functional.layernorm_linear_forward(functional.LayerNormLinearArgs(**of_norm, layer_norm_bias=ones))
-    with pytest.raises(TypeError, match=r"GroupedLinearArgs: expected m_splits to be integers, the rows of each group, got \[1.5, 2\]"):
-        functional.grouped_linear_forward(functional.GroupedLinearArgs(inp=x, m_splits=[1.5, 2], weights=[weight, weight]))
-    with pytest.raises(TypeError, match=r"GroupedLinearArgs: expected weights\[1\] to be a tensor, got NoneType"):
-        functional.grouped_linear_forward(functional.GroupedLinearArgs(inp=x, m_splits=[2, 2], weights=[weight, None]))
-    with pytest.raises(ValueError, match="GroupedLinearArgs: expected weights to be a list of one matrix for each group, got none"):
-        functional.grouped_linear_forward(functional.GroupedLinearArgs(inp=x, m_splits=[], weights=[]))
-    for wrong in ([weight[0]] * 3, weight[0]):
-        with pytest.raises(ValueError, match="GroupedLinearArgs: expected biases to be a list of one vector for each of 2 groups, or None, got (3|Tensor)"):
-            functional.forward(functional.GroupedLinearArgs(inp=x, m_splits=[2, 2], weights=[weight] * 2, biases=wrong))
-    with pytest.raises(TypeError, match="LinearArgs: expected main_grads to be tensors by the names of fields, got list. Pass a dict"):
-        functional.forward(functional.LinearArgs(**of_linear, main_grads=[weight]))
-    with pytest.raises(TypeError, match="LinearArgs: expected needs_grad to be names of fields, got the text 'weight'. Pass a list of names"):
-        functional.forward(functional.LinearArgs(**of_linear, needs_grad="weight"))
+            functional.forward(args)
 
 
 def test_options_of_other_types_are_not_those_of_earlier_calls():

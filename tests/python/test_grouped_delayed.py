@@ -8,6 +8,7 @@ import pytest
 import torch
 from delayed import settled, states
 from experts import made
+from support import assert_equal
 
 import tandem
 from tandem import ops
@@ -72,13 +73,6 @@ class Linears:
         return y.detach(), x.grad, [linear.weight.grad for linear in self.each]
 
 
-def equal(actual, expected):
-    y, grad_x, grads = actual
-    assert torch.equal(y, expected[0]) and torch.equal(grad_x, expected[1])
-    for g, (own, other) in enumerate(zip(grads, expected[2], strict=True)):
-        assert torch.equal(own, other), g
-
-
 @pytest.mark.parametrize("fp8_format", [Format.E4M3, Format.HYBRID], ids=["E4M3", "HYBRID"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -87,7 +81,7 @@ def test_each_group_is_what_a_linear_of_its_own_is(dtype, packed, fp8_format):
     module = made(GROUPS, 64, 48, dtype=dtype, bias=False, single_grouped_weight=packed)
     linears = Linears(module)
     for x, splits in zip(batches(), STEPS, strict=True):
-        equal(step(module, x.to(dtype), splits, recipe), linears.step(x.to(dtype), splits, recipe))
+        assert_equal(step(module, x.to(dtype), splits, recipe), linears.step(x.to(dtype), splits, recipe))
         forward, backward = states(module)
         for g, linear in enumerate(linears.each):
             own_forward, own_backward = states(linear)
@@ -138,8 +132,7 @@ def test_compiled(packed):
         expected, actual = step(module, x, splits), step(other, x, splits, call=compiled)
         for own, wanted in ((actual[0], expected[0]), (actual[1], expected[1]), *zip(actual[2], expected[2], strict=True)):
             torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5 * max(1.0, wanted.abs().max().item()))
-        for own, wanted in zip(tables(other), tables(module), strict=True):
-            assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1]), splits
+        assert_equal(tables(other), tables(module))
 
 
 UNITS = {
@@ -177,15 +170,9 @@ def train(box, unit, x, splits, needs_x=True, fused=True, recipe=RECIPE):
     return found | {f"scales {i}": scale.grad for i, scale in enumerate(scales)}
 
 
-def same_bits(actual, expected):
-    for name, wanted in expected.items():
-        assert (actual[name] is None) == (wanted is None) and (wanted is None or torch.equal(actual[name], wanted)), name
-
-
 def same_tables(box, other):
     for at in (0, 2):
-        for own, wanted in zip(tables(box[at]), tables(other[at]), strict=True):
-            assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1]), at
+        assert_equal(tables(box[at]), tables(other[at]))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -194,7 +181,7 @@ def test_experts_are_one_fusion_with_the_bits_of_their_ops(unit, packed):
     box = experts(unit, packed)
     other = copy.deepcopy(box)
     for x, splits in zip(batches(), STEPS, strict=True):
-        same_bits(train(box, unit, x, splits), train(other, unit, x, splits, fused=False))
+        assert_equal(train(box, unit, x, splits), train(other, unit, x, splits, fused=False))
         same_tables(box, other)
     assert f"made    {UNITS[unit][2]} " in box.explain()
     scales = [torch.rand(ROWS)] if unit.startswith("Scaled") else []
@@ -212,7 +199,7 @@ def test_amaxes_of_a_fusion_are_those_of_the_products_that_run(frozen):
         param.requires_grad_(not name.startswith(names) if names else True)
     other = copy.deepcopy(box)
     for x, splits in zip(batches(3), STEPS, strict=False):
-        same_bits(train(box, "SwiGLU", x, splits, needs_x), train(other, "SwiGLU", x, splits, needs_x, fused=False))
+        assert_equal(train(box, "SwiGLU", x, splits, needs_x), train(other, "SwiGLU", x, splits, needs_x, fused=False))
         same_tables(box, other)
 
 
@@ -256,9 +243,7 @@ def test_a_fusion_compiled_checkpointed_and_without_gradients():
         for actual in results[1:]:
             torch.testing.assert_close(actual, results[0], rtol=1e-5, atol=1e-5 * results[0][1].abs().max().item())
         same_tables(checkpointed, box)
-        for at in (0, 2):
-            for own, wanted in zip(tables(compiled[at]), tables(box[at]), strict=True):
-                torch.testing.assert_close(own, wanted)
+        torch.testing.assert_close([tables(compiled[at]) for at in (0, 2)], [tables(box[at]) for at in (0, 2)])
     with torch.no_grad(), tandem.autocast(recipe=RECIPE):
         y = box(x, counts, counts)
     with torch.no_grad(), tandem.autocast(recipe=RECIPE):
@@ -276,8 +261,7 @@ def test_splits_that_differ_between_the_products():
             with tandem.autocast(recipe=RECIPE):
                 y = each(leaf, first, second) if fused else each[2](each[1](each[0](leaf, first)), second)
             results.append([y.detach(), *torch.autograd.grad(y, [leaf, *each.parameters()], gradients(y))])
-        for actual, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(actual, wanted)
+        torch.testing.assert_close(*results)
         same_tables(box, other)
 
 
@@ -307,8 +291,7 @@ def test_calibrating_keeps_amaxes_and_multiplies_numbers():
         plain = other(x, torch.tensor(splits))
         assert torch.equal(y, plain)
         step(other, x, splits)
-        for own, wanted in zip(tables(module), tables(other), strict=True):
-            assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1])
+        assert_equal(tables(module), tables(other))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -336,8 +319,7 @@ def test_main_grads_and_delayed_gradients(packed):
             wanted = getattr(plain, name).grad
             assert torch.equal(getattr(into, name).main_grad, wanted) and torch.equal(getattr(later, name).grad, wanted), name
         for module in (into, later):
-            for own, wanted in zip(tables(module), tables(plain), strict=True):
-                assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1])
+            assert_equal(tables(module), tables(plain))
 
 
 def test_amaxes_are_kept_whichever_gradients_are_asked_for():
@@ -352,8 +334,7 @@ def test_amaxes_are_kept_whichever_gradients_are_asked_for():
         with tandem.autocast(recipe=RECIPE):
             y = module(x, torch.tensor(STEPS[0]))
         y.backward(gradients(y))
-        for own, wanted in zip(tables(module), tables(expected), strict=True):
-            assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1])
+        assert_equal(tables(module), tables(expected))
 
 
 def test_state_is_saved_and_loaded():
@@ -369,7 +350,7 @@ def test_state_is_saved_and_loaded():
         "recipe_state.backward.amax_history": (4, GROUPS),
     }
     other.load_state_dict(saved)
-    equal(step(other, batches()[2], STEPS[2]), step(module, batches()[2], STEPS[2]))
+    assert_equal(step(other, batches()[2], STEPS[2]), step(module, batches()[2], STEPS[2]))
     with pytest.raises(RuntimeError, match="expected scaling state with 4 slots, got scale of shape"):
         ops.GroupedLinear(2, 64, 48).load_state_dict({name: tensor for name, tensor in saved.items() if name[-1] not in "23"})
 
@@ -404,9 +385,8 @@ def test_recomputed_and_used_twice():
                 y = each(leaf, splits) if each is module else tandem.checkpoint(each, leaf, splits)
             y.backward(gradients(y))
             results.append((y.detach(), leaf.grad, *[param.grad for param in each.parameters()]))
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    for own, wanted in zip(tables(checkpointed), tables(module), strict=True):
-        assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1])
+        assert_equal(*results)
+    assert_equal(tables(checkpointed), tables(module))
     twice = ops.Sequential(module, module)
     with tandem.autocast(recipe=RECIPE):
         twice(x, splits, splits).sum().backward()

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from support import randomize
+from support import assert_equal, llama_mlp, randomize
 
 import tandem
 from tandem import ops
@@ -23,7 +23,7 @@ RECIPES = [
 
 def block():
     torch.manual_seed(0)
-    return randomize(ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 128), ops.SwiGLU(), ops.Linear(64, 64)))
+    return randomize(llama_mlp(64, 64))
 
 
 def step(model, x, recipe):
@@ -44,10 +44,9 @@ def test_watching_changes_no_number(recipe):
         expected = step(plain, x, recipe)
         with tandem.inspect(watched) as seen:
             actual = step(watched, x, recipe)
-        for a, b in zip(actual, expected, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(actual, expected)
         assert {(row.name, row.role) for row in seen.rows} == {(name, role) for name in "13" for role in ("input", "weight", "grad_output")}
-    assert all(torch.equal(a, b) for a, b in zip(step(watched, x, recipe), step(plain, x, recipe), strict=True))
+    assert_equal(step(watched, x, recipe), step(plain, x, recipe))
 
 
 def test_rows_are_those_of_the_tensors():
@@ -62,9 +61,7 @@ def test_rows_are_those_of_the_tensors():
     row = by_role["input"]
     assert row.amax == x.abs().max().item() and row.quantizer.startswith("fp8_e4m3") and row.not_finite == 0
     assert row.least_scale == row.largest_scale == pytest.approx(row.amax / 448, rel=1e-6)
-    codes = tandem.quantize(x, tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)).dequantize().double()
-    wide = x.double()
-    assert row.signal_to_noise == pytest.approx(10 * math.log10((wide.square().sum() / (wide - codes).square().sum()).item()), rel=1e-6)
+    assert row.signal_to_noise == pytest.approx(noise(x, tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)), rel=1e-6)
     assert by_role["weight"].amax == model[0].weight.abs().max().item()
     assert by_role["grad_output"].amax == 1 and by_role["grad_output"].quantizer.startswith("fp8_e5m2")
 
@@ -137,7 +134,6 @@ def noise(x, quantizer):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES[:4], ids=lambda recipe: type(recipe).__name__)
 def test_each_group_is_measured(recipe, packed):
-    torch.manual_seed(0)
     counts, experts = [5, 0, 9], randomize(ops.GroupedLinear(3, 64, 32, single_grouped_weight=packed))
     plain = copy.deepcopy(experts)
     x, grad = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None], torch.randn(16, 32)
@@ -152,7 +148,7 @@ def test_each_group_is_measured(recipe, packed):
         actual = run(experts)
         explained = tandem.explain(experts)
     assert ("where it is multiplied" in explained) == packed, "explain: codes of single weights are made once, by the step ahead of the product"
-    assert all(torch.equal(a, b) for a, b in zip(actual, run(plain), strict=True))
+    assert_equal(actual, run(plain))
     rows = {(row.name, row.role): row for row in seen.rows}
     assert len(rows) == len(seen.rows) and {row.step for row in seen.rows} == {0}
     weights = experts.weight.unbind(0) if packed else [getattr(experts, f"weight{g}") for g in range(3)]
@@ -174,7 +170,6 @@ def test_each_group_is_measured(recipe, packed):
 
 @pytest.mark.parametrize("budget", [None, 300.0])
 def test_experts_that_are_one_fusion_are_measured_in_parts(budget):
-    torch.manual_seed(0)
     model = randomize(ops.Sequential(ops.GroupedLinear(2, 64, 64, bias=False), ops.SwiGLU(), ops.GroupedLinear(2, 32, 64, bias=False)))
     x, splits = torch.randn(9, 64, requires_grad=True), torch.tensor([4, 5])
 
@@ -187,7 +182,8 @@ def test_experts_that_are_one_fusion_are_measured_in_parts(budget):
     assert "made    grouped_mlp_glu" in model.explain()
     with tandem.inspect(model) as seen, tandem.memory_budget(budget) if budget else contextlib.nullcontext():
         actual = run()  # within a budget forward's steps run again, which have told already
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)) and len(seen.rows) == 12
+    assert_equal(actual, expected)
+    assert len(seen.rows) == 12
     names = {(f"{place}, group {g}", role) for place in "02" for g in range(2) for role in ("input", "weight", "grad_output")}
     assert {(row.name, row.role) for row in seen.rows} == names
 
