@@ -1,28 +1,19 @@
 """Compiled models under torch.autocast: each result has the dtype that it has in the model."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
+from test_backend import HIDDEN, compiled
 from torch import nn
 from torch.testing import assert_close
 
 import tandem
 from tandem import ops
 
-HIDDEN = 16
-
 
 @pytest.fixture
 def x():
-    torch.manual_seed(0)
     return torch.randn(2, 5, HIDDEN)
-
-
-def compiled(model, **options):
-    torch._dynamo.reset()
-    return tandem.compile(copy.deepcopy(model), **options)
 
 
 class Wide(nn.Module):

@@ -10,6 +10,8 @@ from torch.testing import assert_close
 
 import tandem
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 HIDDEN = 16
 
 
@@ -48,7 +50,6 @@ class Scaled(nn.Module):
 
 def check(model, *inputs, **options):
     """Results and gradients, also of the inputs; how the pipelines are told."""
-    torch._dynamo.reset()
     own = copy.deepcopy(model)
     compiled = tandem.compile(own, fullgraph=True, verify=True, **options)
     got, want = compiled(*inputs), model(*inputs)
@@ -58,14 +59,12 @@ def check(model, *inputs, **options):
     right = torch.autograd.grad(want, [*sources, *model.parameters()], grad)
     tolerance = {} if want.dtype != torch.bfloat16 else {"rtol": 0.1, "atol": 0.1}
     assert_close(got, want, **tolerance)
-    for one, other in zip(found, right, strict=True):
-        assert_close(one, other, **tolerance)
+    assert_close(found, right, **tolerance)
     return tandem.explain(compiled)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_block_of_dit(dtype):
-    torch.manual_seed(0)
     x, c = torch.randn(2, 5, HIDDEN, dtype=dtype, requires_grad=True), torch.randn(2, HIDDEN, dtype=dtype, requires_grad=True)
     text = check(Block().to(dtype), x, c)
     assert "LayerNorm, Modulate, Linear, Attention, Linear, Modulate, AddExtraInput, LayerNorm, Modulate, Linear, GELU, Linear, Modulate, AddExtraInput" in text
@@ -78,7 +77,6 @@ def test_a_scale_of_a_layer(shape):
 
 
 def test_lengths_that_change():
-    torch._dynamo.reset()
     model = Block()
     compiled = torch.compile(model, backend="tandem", fullgraph=True, dynamic=True)
     for batch, length in ((2, 5), (3, 7), (2, 9)):
@@ -137,7 +135,6 @@ class Moving(nn.Module):
 
 @pytest.mark.parametrize("form", [lambda x, mean: x * 2.5 + mean, lambda x, mean: x * (1 + x.detach()[:, :1]) + mean], ids=["sum", "shift"])
 def test_a_shift_may_be_written_later(form):
-    torch._dynamo.reset()
     model, own = Moving(form), Moving(form)
     own.load_state_dict(model.state_dict())
     x = torch.randn(2, 5, HIDDEN)
@@ -145,8 +142,7 @@ def test_a_shift_may_be_written_later(form):
     for _ in range(2):
         got, want = compiled(x), model(x)
         assert_close(got, want)
-        for one, other in zip(torch.autograd.grad(got.sum(), [*own.parameters()]), torch.autograd.grad(want.sum(), [*model.parameters()]), strict=True):
-            assert_close(one, other)
+        assert_close(torch.autograd.grad(got.sum(), [*own.parameters()]), torch.autograd.grad(want.sum(), [*model.parameters()]))
 
 
 def test_a_factor_near_one_is_not_taken_for_one():

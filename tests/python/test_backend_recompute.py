@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from support import assert_equal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -16,9 +17,7 @@ RECIPE = DelayedScaling(amax_history_len=4)
 
 
 @pytest.fixture
-def x():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+def x(fresh_dynamo):
     return torch.randn(3, 5, SIZE, requires_grad=True)
 
 
@@ -86,8 +85,7 @@ def test_a_recipe_with_state_sees_one_step(x, use_reentrant, outside):
             y.square().sum().backward()
         results.append([y, given.grad, *(p.grad for p in own.parameters()), *tandem.recipe_state_dict(own).values()])
     assert len(results[0]) == 2 + 12 + 2 * 3 * 4
-    for kept, computed in zip(*results, strict=True):
-        assert torch.equal(kept, computed)
+    assert_equal(*results)
 
 
 class Cast(nn.Module):

@@ -19,7 +19,6 @@ from tandem.backend.options import GivenOptions
 
 @pytest.fixture
 def x():
-    torch.manual_seed(0)
     return torch.randn(2, 5, HIDDEN)
 
 

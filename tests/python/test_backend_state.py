@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from support import assert_equal
 from torch import nn
 
 import tandem
@@ -41,8 +42,7 @@ def blocks(count=2):
 
 
 @pytest.fixture
-def x():
-    torch.manual_seed(1)
+def x(fresh_dynamo):
     return torch.randn(3, 5, SIZE)
 
 
@@ -89,11 +89,11 @@ def test_a_run_goes_on_where_it_was_saved(x, way, is_called, tmp_path):
     optimizer.load_state_dict(moments)
     without_state = copy.deepcopy(again)
     tandem.load_recipe_state_dict(again, state)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in tandem.recipe_state_dict(compiled).items())
+    assert_equal(tandem.recipe_state_dict(compiled), state)
     assert torch.equal(step(compiled, optimizer, x), expected)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    assert_equal([*again.parameters()], [*model.parameters()])
     assert tandem.recipe_state_dict(model).keys() == state.keys()
-    assert all(torch.equal(p, q) for p, q in zip(tandem.recipe_state_dict(model).values(), tandem.recipe_state_dict(again).values(), strict=True))
+    assert_equal(tandem.recipe_state_dict(again), tandem.recipe_state_dict(model))
     assert not torch.equal(WAYS[way](without_state)(x).square().mean(), expected)
 
 
@@ -142,7 +142,6 @@ class Twice(nn.Module):
 
 
 def test_every_product_of_a_graph_has_a_name(x):
-    torch._dynamo.reset()
     model = Twice()
     tandem.compile(model, recipe=RECIPE)(x)
     assert [*scales(model)] == ["up.weight", "up.weight#2", "up.weight#3", "fixed"]
@@ -216,7 +215,7 @@ def test_missing_keys(x):
     before = tandem.recipe_state_dict(model)
     with pytest.raises(ValueError, match=MISSING.format("0.down.weight")):
         tandem.load_recipe_state_dict(model, part)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tandem.recipe_state_dict(model).items()), "an error changes nothing"
+    assert_equal(tandem.recipe_state_dict(model), before)  # an error changes nothing
 
 
 EMPTY = "load_recipe_state_dict: expected the state of products, got an empty dict, as recipe_state_dict gives it before the first call. Where the recipe keeps state, call"

@@ -14,8 +14,7 @@ LINEAR, OTHER = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
 
 
 @pytest.fixture
-def x():
-    torch._dynamo.reset()
+def x(fresh_dynamo):
     return torch.randn(3, SIZE, requires_grad=True)
 
 
