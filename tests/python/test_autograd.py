@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +17,94 @@ from torch.utils.checkpoint import checkpoint
 
 import tandem
 import tandem.ops as ops
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_no_flag_is_touched(mode):
+    box = ops.Sequential(ops.Identity(), ops.MakeExtraOutput(), ops.Linear(4, 4), ops.GELU())
+    leaf = torch.randn(2, 4, requires_grad=True)
+    x = leaf * 1
+    with mode():
+        y, extra = box(x)
+        assert not y.requires_grad and y.grad_fn is None
+        assert box[0](x) is x and extra is x
+    assert x.requires_grad and x.grad_fn is not None and not x.is_leaf
+    with torch.inference_mode():
+        inside = torch.randn(2, 4)
+        assert box(inside)[0].is_inference()
+
+
+def test_retain_graph_and_a_graph_that_was_used():
+    box, x = randomize(llama_mlp()), torch.randn(3, 16, requires_grad=True)
+    y = box(x)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], first)
+    with pytest.raises(RuntimeError, match="expected a graph that still holds its saved tensors, got one already used by backward"):
+        torch.autograd.grad(y.sum(), x)
+
+
+def live_bytes():
+    gc.collect()
+    seen = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):  # none of those that compilers leave behind
+            seen[thing.data_ptr()] = thing.numel() * thing.element_size()
+    return sum(seen.values())
+
+
+def test_activations_are_free_after_backward_although_the_output_lives():
+    box = randomize(llama_mlp(64, 512))
+    x = torch.randn(256, 64, requires_grad=True)
+    released = []
+
+    class Watched(ops.BasicOperation):
+        def op_forward_compute(self, input_):
+            released.append(weakref.ref(tensor := input_ * 1))
+            return input_ * 1, [tensor]
+
+        def op_forward_save_ctx(self, ctx, input_, tensors_to_save):
+            ctx.save_for_backward(*tensors_to_save)
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output, []
+
+    box.append(Watched())
+    y = box(x)
+    assert box.saved_bytes() > 256 * 1024 * 4
+    y.sum().backward()
+    gc.collect()
+    assert released[0]() is None
+    assert y.grad_fn is not None
+    before = live_bytes()
+    y = box(x)
+    y.sum().backward()
+    assert live_bytes() <= before + y.numel() * 4
+
+
+@pytest.mark.parametrize("write", ["input", "weight", "output"])
+def test_writing_in_place_what_backward_reads_raises(write):
+    box = ops.Sequential(ops.Reshape((-1, 4)), ops.Linear(4, 4), ops.GELU(), ops.Reshape((-1,)))
+    x = torch.randn(2, 2, 4, requires_grad=True) * 1
+    y = box(x)
+    with torch.no_grad():
+        {"input": x, "weight": box[1].weight, "output": y}[write].mul_(2)
+    if write == "output":
+        y.sum().backward()  # nobody reads it
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_threads_that_share_a_pipeline():
+    box, x = randomize(llama_mlp()), torch.randn(3, 16)
+
+    def gradients(n):
+        return torch.autograd.grad(box(x * n).sum(), list(box.parameters()))
+
+    numbers = [*range(1, 9)]
+    expected = [gradients(n) for n in numbers]
+    with ThreadPoolExecutor(8) as pool:
+        torch.testing.assert_close([*pool.map(gradients, numbers * 20)], expected * 20)
 
 
 def test_gradients_are_right_to_the_last_digit_of_float64():
