@@ -46,50 +46,67 @@ def of_halves(function):
     return lambda x: function(*x.chunk(2, -1))
 
 
-# Ops with 8 input features, each with a reference that computes the result from the input and the parameters.
+# Each activation and each gated unit of `tandem.ops`, and what it computes.
+ACTIVATIONS = {
+    ops.GELU: tanh_gelu,
+    ops.QGELU: quick_gelu,
+    ops.SiLU: F.silu,
+    ops.ReLU: F.relu,
+    ops.SReLU: squared_relu,
+    ops.ErfGELU: F.gelu,
+    ops.Mish: F.mish,
+    ops.Softplus: F.softplus,
+    ops.HardSwish: F.hardswish,
+    ops.LeakyReLU: F.leaky_relu,
+}
+GATED = {
+    ops.SwiGLU: gated(F.silu),
+    ops.GEGLU: gated(tanh_gelu),
+    ops.GLU: gated(torch.sigmoid),
+    ops.QGEGLU: gated(quick_gelu),
+    ops.ReGLU: gated(F.relu),
+    ops.SReGLU: gated(squared_relu),
+    ops.ErfGEGLU: gated(F.gelu),
+    ops.SiTUGLU: of_halves(situ),
+    ops.ClampedSwiGLU: of_halves(clamped_swiglu),
+}
+
+# Ops with n input features, each with a reference that computes the result from the input and the parameters.
 OPS = {
-    "Linear": (lambda **k: ops.Linear(8, 6, **k), F.linear),
-    "Linear without bias": (lambda **k: ops.Linear(8, 6, bias=False, **k), F.linear),
-    "BasicLinear": (lambda **k: ops.BasicLinear(8, 6, **k), F.linear),
-    "Bias": (lambda **k: ops.Bias(8, **k), lambda x, bias: x + bias),
+    "Linear": (lambda n=8, **k: ops.Linear(n, 6, **k), F.linear),
+    "Linear without bias": (lambda n=8, **k: ops.Linear(n, 6, bias=False, **k), F.linear),
+    "BasicLinear": (lambda n=8, **k: ops.BasicLinear(n, 6, **k), F.linear),
+    "Bias": (lambda n=8, **k: ops.Bias(n, **k), lambda x, bias: x + bias),
     "RMSNorm": (
-        lambda **k: ops.RMSNorm(8, **k),
+        lambda n=8, **k: ops.RMSNorm(n, **k),
         lambda x, w: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w,
     ),
     "RMSNorm zero-centered": (
-        lambda **k: ops.RMSNorm(8, eps=1e-3, zero_centered_gamma=True, **k),
+        lambda n=8, **k: ops.RMSNorm(n, eps=1e-3, zero_centered_gamma=True, **k),
         lambda x, w: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-3) * (1 + w),
     ),
-    "LayerNorm": (lambda **k: ops.LayerNorm(8, **k), lambda x, w, b: F.layer_norm(x, (8,), w, b)),
+    "LayerNorm": (lambda n=8, **k: ops.LayerNorm(n, **k), lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b)),
     "LayerNorm zero-centered": (
-        lambda **k: ops.LayerNorm(8, zero_centered_gamma=True, **k),
-        lambda x, w, b: F.layer_norm(x, (8,), 1 + w, b),
+        lambda n=8, **k: ops.LayerNorm(n, zero_centered_gamma=True, **k),
+        lambda x, w, b: F.layer_norm(x, x.shape[-1:], 1 + w, b),
     ),
-    "L2Normalization": (lambda **_: ops.L2Normalization(eps=1e-3), lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-3)),
-    "GELU": (lambda **_: ops.GELU(), tanh_gelu),
-    "SiLU": (lambda **_: ops.SiLU(), F.silu),
-    "ReLU": (lambda **_: ops.ReLU(), F.relu),
-    "QGELU": (lambda **_: ops.QGELU(), quick_gelu),
-    "SReLU": (lambda **_: ops.SReLU(), squared_relu),
-    "SwiGLU": (lambda **_: ops.SwiGLU(), gated(F.silu)),
-    "GEGLU": (lambda **_: ops.GEGLU(), gated(tanh_gelu)),
-    "GLU": (lambda **_: ops.GLU(), gated(torch.sigmoid)),
-    "QGEGLU": (lambda **_: ops.QGEGLU(), gated(quick_gelu)),
-    "ReGLU": (lambda **_: ops.ReGLU(), gated(F.relu)),
-    "SReGLU": (lambda **_: ops.SReGLU(), gated(squared_relu)),
-    "SiTUGLU": (lambda **_: ops.SiTUGLU(beta1=2.0), of_halves(lambda a, b: situ(a, b, 2.0))),
-    "ClampedSwiGLU": (lambda **_: ops.ClampedSwiGLU(limit=0.75), of_halves(lambda a, b: clamped_swiglu(a, b, 0.75))),
-    "Identity": (lambda **_: ops.Identity(), lambda x: x * 1),
-    "Quantize": (lambda **_: ops.Quantize(), lambda x: x * 1),
-    "ConstantScale": (lambda **_: ops.ConstantScale(-1.5), lambda x: x * -1.5),
-    "Reshape": (lambda **_: ops.Reshape((-1, 4)), lambda x: x.reshape(-1, 4)),
-    "Dropout of almost nothing": (lambda **_: ops.Dropout(1e-14), lambda x: x * 1),
-    "Dropout 1": (lambda **_: ops.Dropout(1.0), lambda x: x * 0),
+    "L2Normalization": (lambda *_, **__: ops.L2Normalization(eps=1e-3), lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-3)),
+    **{kind.__name__: (lambda *_, kind=kind, **__: kind(), reference) for kind, reference in {**ACTIVATIONS, **GATED}.items()},
+    "SiTUGLU with a factor": (lambda *_, **__: ops.SiTUGLU(beta1=2.0), of_halves(lambda a, b: situ(a, b, 2.0))),
+    "ClampedSwiGLU with a limit": (lambda *_, **__: ops.ClampedSwiGLU(limit=0.75), of_halves(lambda a, b: clamped_swiglu(a, b, 0.75))),
+    "Identity": (lambda *_, **__: ops.Identity(), lambda x: x * 1),
+    "Quantize": (lambda *_, **__: ops.Quantize(), lambda x: x * 1),
+    "ConstantScale": (lambda *_, **__: ops.ConstantScale(-1.5), lambda x: x * -1.5),
+    "Reshape": (lambda *_, **__: ops.Reshape((-1, 4)), lambda x: x.reshape(-1, 4)),
+    "Dropout of almost nothing": (lambda *_, **__: ops.Dropout(1e-14), lambda x: x * 1),
+    "Dropout 1": (lambda *_, **__: ops.Dropout(1.0), lambda x: x * 0),
 }
 
 
-def randomize(module):
-    """Draws all parameters from the normal distribution, as zeros and ones would hide errors. Returns the module."""
+def randomize(module, seed=None):
+    """Draws all parameters from the normal distribution, as zeros and ones would hide errors. With a seed, modules alike get the same. Returns the module."""
+    if seed is not None:
+        torch.manual_seed(seed)
     with torch.no_grad():
         for param in module.parameters():
             param.normal_()

@@ -71,9 +71,13 @@ def case(request):
     return MODULES[request.param]
 
 
-def step(module, x, recipe):
+def call(module, x, recipe):
     with tandem.autocast(enabled=recipe is not None, recipe=recipe):
-        y = module(x, [6, 10]) if isinstance(module, tandem.GroupedLinear) else module(x)
+        return module(x, [6, 10]) if isinstance(module, tandem.GroupedLinear) else module(x)
+
+
+def step(module, x, recipe):
+    y = call(module, x, recipe)
     y.square().mean().backward()
     return y
 
@@ -112,11 +116,6 @@ def test_ours_load_after_any_change_of_recipe(case, tmp_path):
         again.load_state_dict(state)
         with torch.no_grad():
             torch.manual_seed(7)
-            expected = step_without_grad(trained, x, before)
+            expected = call(trained, x, before)
             torch.manual_seed(7)
-            assert torch.equal(step_without_grad(again, x, before), expected)
-
-
-def step_without_grad(module, x, recipe):
-    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
-        return module(x, [6, 10]) if isinstance(module, tandem.GroupedLinear) else module(x)
+            assert torch.equal(call(again, x, before), expected)

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from experts import product
 from ranks import on_ranks
+from support import randomize
 from torch.testing import assert_close
 
 import tandem
@@ -17,19 +19,11 @@ from tandem import ops
 from tandem.pipelines.joined import are_adjacent
 
 
-def randomized(module: Any) -> Any:
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for param in module.parameters():
-            param.normal_()
-    return module
-
-
 @pytest.mark.parametrize("split", [None, ("q", "k"), {"q": 4, "k": 1, "v": 1}])
 @pytest.mark.parametrize("return_bias", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_is_its_formula(bias: bool, return_bias: bool, split: Any) -> None:
-    module = randomized(tandem.Linear(8, 6, bias=bias, return_bias=return_bias, parameters_split=split))
+    module = randomize(tandem.Linear(8, 6, bias=bias, return_bias=return_bias, parameters_split=split))
     x = torch.randn(5, 8, requires_grad=True)
     outputs = module(x)
     y = outputs[0] + (outputs[1] if bias else 0) if return_bias else outputs
@@ -65,7 +59,7 @@ def test_parts_are_those_that_it_was_built_with(cls: Any) -> None:
 
 
 def test_it_fuses_with_neighbours_and_is_copied() -> None:
-    module = randomized(tandem.LayerNormLinear(8, 12, parameters_split=("gate", "up"), normalization="RMSNorm", bias=False))
+    module = randomize(tandem.LayerNormLinear(8, 12, parameters_split=("gate", "up"), normalization="RMSNorm", bias=False))
     box, x = ops.Sequential(module, ops.SwiGLU(), tandem.Linear(6, 8)), torch.randn(4, 8)
     expected = box[2](ops.SwiGLU()(module(x)))
     assert_close(box(x), expected)
@@ -88,7 +82,7 @@ def test_state_dicts_of_transformer_engine_load() -> None:
 
 @pytest.mark.parametrize("recipe", [tandem.recipe.Float8CurrentScaling(), tandem.recipe.MXFP8BlockScaling(), tandem.recipe.DelayedScaling()])
 def test_under_recipes_it_is_the_op(recipe: Any) -> None:
-    module, op = randomized(tandem.Linear(32, 64)), randomized(ops.Linear(32, 64))
+    module, op = (randomize(cls(32, 64), seed=1) for cls in (tandem.Linear, ops.Linear))
     x = torch.randn(32, 32)
     for _ in range(2):
         with tandem.autocast(recipe=recipe):
@@ -122,8 +116,7 @@ def test_norms_refuse() -> None:
 
 def check_over_ranks(rank: int, size: int) -> None:
     torch.manual_seed(0)
-    whole = tandem.Linear(8, 12, parameters_split={"q": 8, "k": 4})
-    randomized(whole)
+    whole = randomize(tandem.Linear(8, 12, parameters_split={"q": 8, "k": 4}))
     x = torch.randn(4, 8, requires_grad=True)
     expected = whole(x)
     column = tandem.Linear(8, 12, parameters_split={"q": 8, "k": 4}, tp_group=dist.group.WORLD, tp_size=size, parallel_mode="column")
@@ -133,8 +126,8 @@ def check_over_ranks(rank: int, size: int) -> None:
     assert column.q_weight.shape == (4, 8) and column.q_weight.tensor_model_parallel and column.k_bias.partition_dim == 0
     y = column(x)
     assert_close(y, torch.cat([part.chunk(size, -1)[rank] for part in expected.split([8, 4], -1)], -1))
-    row = randomized(tandem.Linear(12, 8, tp_group=dist.group.WORLD, tp_size=size, parallel_mode="row"))
-    undivided = randomized(tandem.Linear(12, 8))
+    row = randomize(tandem.Linear(12, 8, tp_group=dist.group.WORLD, tp_size=size, parallel_mode="row"))
+    undivided = randomize(tandem.Linear(12, 8))
     with torch.no_grad():
         row.weight.copy_(undivided.weight.chunk(size, 1)[rank])
         row.bias.copy_(undivided.bias)
@@ -146,26 +139,17 @@ def test_over_ranks() -> None:
     on_ranks(2, check_over_ranks)
 
 
-def experts(x: torch.Tensor, splits: list[int], weights: Any, biases: Any) -> torch.Tensor:
-    parts = [F.linear(rows, w, b) for rows, w, b in zip(x[: sum(splits)].split(splits), weights, biases, strict=True)]
-    return torch.cat([*parts, x.new_zeros(len(x) - sum(splits), parts[0].shape[1])])
-
-
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("return_bias", [False, True])
 def test_grouped_linear_is_its_formula(return_bias: bool, single: bool) -> None:
-    module = randomized(tandem.GroupedLinear(3, 8, 6, return_bias=return_bias, single_grouped_weight=single, single_grouped_bias=single))
+    module = randomize(tandem.GroupedLinear(3, 8, 6, return_bias=return_bias, single_grouped_weight=single, single_grouped_bias=single))
     x, splits = torch.randn(10, 8, requires_grad=True), [4, 0, 5]
     weights = [*module.weight] if single else [module.weight0, module.weight1, module.weight2]
-    biases = [*module.bias] if single else [module.bias0, module.bias1, module.bias2]
     y = module(x, splits)
     if return_bias:
         y, returned = y
         assert len(returned) == (1 if single else 3) and torch.equal(returned[0], module.bias if single else module.bias0)
-        expected = experts(x, splits, weights, [None] * 3)
-    else:
-        expected = experts(x, splits, weights, biases)
-    assert_close(y, expected)
+    assert_close(y, product(x, splits, {name: param for name, param in module.named_parameters() if not (return_bias and "bias" in name)}))
     y.sum().backward()
     assert_close(x.grad[:9], torch.cat([w.detach().sum(0).expand(n, 8) for n, w in zip(splits, weights, strict=True)]))
     assert torch.equal(module(x, torch.tensor(splits))[0] if return_bias else module(x, torch.tensor(splits)), y)

@@ -3,9 +3,10 @@
 import math
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
-from support import clamped_swiglu, gated, of_halves, situ, squared_relu, tanh_gelu
+from support import gated
 
 import tandem.ops as ops
 
@@ -41,29 +42,13 @@ def hard_swish(x):
 
 
 ACTIVATIONS = {
-    "GELU": (ops.GELU, tanh_gelu),
-    "QGELU": (ops.QGELU, quick_gelu),
-    "SiLU": (ops.SiLU, F.silu),
-    "ReLU": (ops.ReLU, F.relu),
-    "SReLU": (ops.SReLU, squared_relu),
-    "ErfGELU": (ops.ErfGELU, ErfGELU.apply),
-    "Mish": (ops.Mish, F.mish),
-    "Softplus": (ops.Softplus, F.softplus),
-    "HardSwish": (ops.HardSwish, hard_swish),
-    "LeakyReLU": (ops.LeakyReLU, F.leaky_relu),
-    "Sigmoid": (ops.library.class_of("sigmoid"), torch.sigmoid),
+    **support.ACTIVATIONS,
+    ops.QGELU: quick_gelu,
+    ops.ErfGELU: ErfGELU.apply,
+    ops.HardSwish: hard_swish,
+    ops.library.class_of("sigmoid"): torch.sigmoid,
 }
-GATED = {
-    "SwiGLU": (ops.SwiGLU, gated(F.silu)),
-    "GEGLU": (ops.GEGLU, gated(tanh_gelu)),
-    "GLU": (ops.GLU, gated(torch.sigmoid)),
-    "QGEGLU": (ops.QGEGLU, gated(quick_gelu)),
-    "ReGLU": (ops.ReGLU, gated(F.relu)),
-    "ErfGEGLU": (ops.ErfGEGLU, gated(ErfGELU.apply)),
-    "SReGLU": (ops.SReGLU, gated(squared_relu)),
-    "SiTUGLU": (ops.SiTUGLU, of_halves(situ)),
-    "ClampedSwiGLU": (ops.ClampedSwiGLU, of_halves(clamped_swiglu)),
-}
+GATED = {**support.GATED, ops.QGEGLU: gated(quick_gelu), ops.ErfGEGLU: gated(ErfGELU.apply)}
 # Relative to the exact result; and what underflows in float32, where the exponential is computed.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 UNDERFLOW = 2.0**-120
@@ -105,27 +90,25 @@ def check(function, reference, x, grad, floor=UNDERFLOW):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(name, dtype):
-    make, reference = ACTIVATIONS[name]
+@pytest.mark.parametrize("kind", ACTIVATIONS, ids=lambda kind: kind.__name__)
+def test_activations(kind, dtype):
     for width in (1, 7, 29, 58):
         x = values(dtype, width)
-        check(make(), reference, x, torch.ones_like(x))
+        check(kind(), ACTIVATIONS[kind], x, torch.ones_like(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", GATED)
-def test_gated_units(name, dtype):
-    make, reference = GATED[name]
+@pytest.mark.parametrize("kind", GATED, ids=lambda kind: kind.__name__)
+def test_gated_units(kind, dtype):
     for other in (1.0, -2.0, 0.0, math.inf, math.nan):
         a = values(dtype, 29)
         if math.isinf(other):  # times infinity, whether a gate underflows decides between infinity and NaN
             a = a[:, [value in (-math.inf, -5.0, -0.0, 0.5, 10.0, math.inf) or math.isnan(value) for value in SPECIAL]]
-        if name == "SReGLU" and other == 0:  # times 0, a square that overflows is NaN
+        if kind is ops.SReGLU and other == 0:  # times 0, a square that overflows is NaN
             a = a[:, [not 1e19 < abs(value) < math.inf for value in SPECIAL]]
         x = torch.cat([a, torch.full_like(a, other)], -1)
-        floor = 2.0**-50 if name == "SiTUGLU" else UNDERFLOW  # torch's 1 - tanh^2 cancels in float64 too
-        check(make(), reference, x, torch.ones_like(a), floor)
+        floor = 2.0**-50 if kind is ops.SiTUGLU else UNDERFLOW  # torch's 1 - tanh^2 cancels in float64 too
+        check(kind(), GATED[kind], x, torch.ones_like(a), floor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

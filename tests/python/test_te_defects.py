@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from experts import product
 from ranks import on_ranks
 from support import randomize
 from torch import nn
@@ -158,16 +159,8 @@ def experts(**arguments):
 
 
 def by_loop(box, x, splits):
-    first, _, last = box
-    parts = x.split(splits)
-    return torch.cat(
-        [
-            F.linear(
-                ops.SwiGLU()(F.linear(part, getattr(first, f"weight{i}"), getattr(first, f"bias{i}"))), getattr(last, f"weight{i}"), getattr(last, f"bias{i}")
-            )
-            for i, part in enumerate(parts)
-        ]
-    )
+    first, _, last = (dict(part.named_parameters()) for part in box)
+    return product(ops.SwiGLU()(product(x, splits, first)), splits, last)
 
 
 @pytest.mark.parametrize("splits", [(3, 4), (0, 1), (127, 2)])
