@@ -1,4 +1,4 @@
-"""Random models in random wrappings over two ranks: data parallel, fully sharded, DTensors. Each against plain copies that see one rank's rows each."""
+"""Random models in random wrappings over two ranks: data parallel, fully sharded, DTensors, plans of tensor parallelism. Each against plain copies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from support import ACTIVATIONS, GATED
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -22,9 +24,8 @@ from tandem import ops, recipe
 
 ROWS, HIDDEN, STEPS = 6, 8, 2  # rows of a rank
 RECIPES = {"float8": recipe.Float8CurrentScaling, "mxfp8": recipe.MXFP8BlockScaling, "nvfp4": lambda: recipe.NVFP4BlockScaling(disable_stochastic_rounding=True), "block": recipe.Float8BlockScaling}
-PLAIN = (ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU, ops.L2Normalization, ops.Identity, lambda: ops.ConstantScale(-1.5))
-WITH_PARAMS = (ops.Bias, ops.RMSNorm, ops.LayerNorm)
-GATED = (ops.GLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU, ops.SiTUGLU, ops.ClampedSwiGLU)
+PLAIN = (*ACTIVATIONS, ops.L2Normalization, ops.Identity, lambda: ops.ConstantScale(-1.5))
+NORMS = (ops.RMSNorm, ops.LayerNorm)
 SCALED = (ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU)
 
 
@@ -37,7 +38,7 @@ def sequential(r: random.Random, is_local: bool) -> tuple[torch.nn.Module, list[
         if kind == "plain":
             listed.append(r.choice((*PLAIN, *[lambda: ops.Dropout(0.0)] * is_local))())
         elif kind == "params":
-            listed.append(r.choice(WITH_PARAMS)(HIDDEN))
+            listed.append(r.choice((ops.Bias, *NORMS))(HIDDEN))
         elif kind == "linear":
             listed.append(r.choice((ops.Linear(HIDDEN, HIDDEN), ops.Linear(HIDDEN, HIDDEN, bias=False), ops.BasicLinear(HIDDEN, HIDDEN))))
         elif kind == "grouped":
@@ -47,15 +48,34 @@ def sequential(r: random.Random, is_local: bool) -> tuple[torch.nn.Module, list[
             listed.append(ops.AddExtraInput())
             extras.append("like x")
         else:
-            listed += [ops.Linear(HIDDEN, 2 * HIDDEN), r.choice(GATED if kind == "gated" else SCALED)()]
+            listed += [ops.Linear(HIDDEN, 2 * HIDDEN), r.choice([*GATED] if kind == "gated" else SCALED)()]
             extras += ["scales"] * (kind == "scaled")
     if not any([*op.parameters()] for op in listed):
         listed.append(ops.Bias(HIDDEN))
     return ops.Sequential(*listed), extras
 
 
-def module(r: random.Random) -> tuple[torch.nn.Module, list[str]]:
-    kind = r.choice(("linear", "norm linear", "norm mlp", "grouped", "attention", "layer"))
+def mlp(r: random.Random) -> ops.Sequential:
+    """Two products, which a plan cuts, with a norm, a scale and a residual or without."""
+    bias, (unit, columns) = r.random() < 0.5, r.choice([*((unit, 2) for unit in ACTIVATIONS), *((unit, 4) for unit in GATED)])
+    body = [ops.Linear(HIDDEN, columns * HIDDEN, bias=bias), unit(), ops.Linear(2 * HIDDEN, HIDDEN, bias=bias)]
+    if r.random() < 0.7:
+        body.insert(0, r.choice(NORMS)(HIDDEN))
+    if r.random() < 0.3:
+        body.append(ops.ConstantScale(0.5))
+    if r.random() < 0.5:
+        head = ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
+        body = [head, *body, ops.AddExtraInput().set_extra_input_channel(0, "residual")]
+    return ops.Sequential(*body)
+
+
+def blocks(r: random.Random) -> torch.nn.Sequential:
+    """MLPs and modules one behind the other."""
+    return torch.nn.Sequential(*(mlp(r) if r.random() < 0.5 else module(r)[0] for _ in range(r.randint(1, 3))), tandem.Linear(HIDDEN, HIDDEN))
+
+
+def module(r: random.Random, *more: str) -> tuple[torch.nn.Module, list[str]]:
+    kind = r.choice(("linear", "norm linear", "norm mlp", "attention", "layer", *more))
     norm = r.choice(("LayerNorm", "RMSNorm"))
     if kind == "linear":
         return tandem.Linear(HIDDEN, HIDDEN, bias=r.random() < 0.5), []
@@ -103,20 +123,26 @@ def region(name: str | None) -> Any:
     return tandem.autocast(recipe=RECIPES[name]()) if name else contextlib.nullcontext()
 
 
-def check_case(rank: int, size: int, mesh: DeviceMesh, r: random.Random) -> None:
-    model, extras = module(r) if (is_module := r.random() < 0.4) else sequential(r, is_local=True)
+def initialize(r: random.Random, model: torch.nn.Module, std: float = 0.5) -> None:
+    """Draws values, and freezes some parameters."""
     for param in model.parameters():
-        torch.nn.init.normal_(param, std=0.5)
+        torch.nn.init.normal_(param, std=std)
     frozen = [param for param in model.parameters() if r.random() < 0.15]
     for param in frozen[: sum(1 for _ in model.parameters()) - 1]:
         param.requires_grad_(False)
-    dtype = r.choice((torch.float32, torch.float32, torch.bfloat16))
+
+
+def check_case(rank: int, size: int, mesh: DeviceMesh, r: random.Random) -> None:
+    kind = r.choice(("module", "blocks", "sequential"))
+    model, extras = module(r, "grouped") if kind == "module" else (blocks(r), []) if kind == "blocks" else sequential(r, is_local=True)
+    initialize(r, model, std=0.2 if kind == "blocks" else 0.5)
+    dtype = r.choice((torch.float32, torch.float32, torch.bfloat16)) if kind != "blocks" else torch.float32
     low = r.choice((None, None, *RECIPES)) if dtype == torch.float32 else None
     model.to(dtype)
     plain = copy.deepcopy(model)
     parallel, way = wrapped(r, model, mesh)
     told = f"{plain}, {way}, {dtype}, recipe {low}"
-    shape = (ROWS, HIDDEN) if not is_module or "Attention" not in told and "Transformer" not in told else (ROWS, 1, HIDDEN)
+    shape = (ROWS, 1, HIDDEN) if "Attention" in told or "Transformer" in told else (ROWS, HIDDEN)
     optimizers = [torch.optim.SGD([p for p in of.parameters() if p.requires_grad], lr=0.1) for of in (plain, parallel)]
     for _ in range(STEPS):
         of_ranks = [given(extras, shape, dtype) for _ in range(size)]
@@ -145,23 +171,42 @@ def check_case(rank: int, size: int, mesh: DeviceMesh, r: random.Random) -> None
             check_close(f"{name} after a step", full(param).detach(), of_plain.detach(), told)
 
 
+def plan_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Columns and rows of each MLP of ops, without the units whose halves a cut would part."""
+    plan: dict[str, Any] = {}
+    for name, block in model.named_children():
+        linears = [i for i, op in enumerate(block) if isinstance(op, ops.Linear)] if isinstance(block, ops.Sequential) else []
+        if linears and not any(isinstance(op, tuple(GATED)) for op in block):
+            plan |= {f"{name}.{linears[0]}": ColwiseParallel(), f"{name}.{linears[1]}": RowwiseParallel()}
+    return plan
+
+
 def check_dtensors(rank: int, size: int, mesh: DeviceMesh, r: random.Random) -> None:
-    """Parameters that all ranks hold whole, and rows that each holds some of."""
-    model, extras = sequential(r, is_local=False)
-    for param in model.parameters():
-        torch.nn.init.normal_(param, std=0.5)
+    """Parameters that all ranks hold whole, and rows that each holds some of; or whole rows, and parameters that a plan cuts."""
+    has_plan = r.random() < 0.5
+    model, extras = (blocks(r), []) if has_plan else sequential(r, is_local=False)
+    initialize(r, model, std=0.2 if has_plan else 0.5)
     plain = copy.deepcopy(model)
-    parallel = distribute_module(model, mesh)
-    x, grad, *others = given(extras, (ROWS * size, HIDDEN), torch.float32)
+    parallel = parallelize_module(model, mesh, plan_of(model)) if has_plan else distribute_module(model, mesh)
     placement = [r.choice((Shard(0), Replicate()))]
-    cut, cut_grad, *cut_others = (distribute_tensor(tensor.detach(), mesh, placement) for tensor in (x, grad, *others))
-    told = f"{plain} of DTensors, {placement}"
-    y = parallel(cut.requires_grad_(), *cut_others)
-    y.backward(cut_grad)
-    expected = plain(x, *others)
-    expected.backward(grad)
-    for name, one, other in [("y", y, expected), ("x", cut.grad, x.grad), *((n, p.grad, q.grad) for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True))]:
-        check_close(name, full(one), other, told)
+    told = f"{plain} of DTensors, {'plan' if has_plan else placement}"
+    optimizers = [torch.optim.SGD([p for p in of.parameters() if p.requires_grad], lr=0.1) for of in (plain, parallel)]
+    for _ in range(STEPS):
+        whole = given(extras, (ROWS, 1, HIDDEN) if has_plan else (ROWS * size, HIDDEN), torch.float32)
+        x, grad, *others = whole
+        cut, cut_grad, *cut_others = (tensor.detach() if has_plan else distribute_tensor(tensor.detach(), mesh, placement) for tensor in whole)
+        y = parallel(cut.requires_grad_(), *cut_others)
+        y.backward(cut_grad)
+        expected = plain(x, *others)
+        expected.backward(grad)
+        gradients = [(name, p.grad, q.grad) for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True) if q.grad is not None]
+        for name, one, other in [("y", y, expected), ("x", cut.grad, x.grad), *gradients]:
+            check_close(name, full(one), other, told)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, param), of_plain in zip(model.named_parameters(), plain.parameters(), strict=True):
+            check_close(f"{name} after a step", full(param).detach(), of_plain.detach(), told)
 
 
 def check_gated_units(rank: int, size: int) -> None:
@@ -193,7 +238,7 @@ def test_gated_units_behind_products_that_fsdp_shares() -> None:
 
 
 def test_random_models_in_random_wrappings() -> None:
-    on_ranks(2, check_cases, range(60))
+    on_ranks(2, check_cases, range(100))
 
 
 @pytest.mark.long
