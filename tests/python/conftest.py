@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from ranks import end_ranks, group_of_one
+from torch.distributed.device_mesh import init_device_mesh
 
 import tandem
 
@@ -36,8 +37,9 @@ def fresh_dynamo():
 
 @pytest.fixture
 def one_rank(tmp_path):
+    """The mesh of this process, as a group of its own."""
     with group_of_one(tmp_path):
-        yield
+        yield init_device_mesh("cpu", (1,))
 
 
 @pytest.fixture(autouse=True, scope="session")
