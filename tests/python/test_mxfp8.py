@@ -1,12 +1,12 @@
 """MXFP8BlockScaling: numbers against an emulation, one value per direction, weights, compilers, refusals."""
 
 import contextlib
-import json
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from support import llama_mlp, randomize
+from weights import made_in
 
 import tandem
 import tandem.ops as ops
@@ -72,41 +72,6 @@ def test_quantize_rounds_rows():
     assert torch.equal(torch.autograd.grad(y, x, grad)[0].double(), rounded(grad, E4M3, 1))
 
 
-def plan_of(module, x):
-    with tandem.autocast(recipe=MXFP8BlockScaling()):
-        module(x)
-    return json.loads(module.explain("json"))["plans"][-1]
-
-
-def test_codes_that_no_product_reads_are_not_made():
-    x = torch.randn(64, 32, requires_grad=True)
-    both = plan_of(ops.Sequential(ops.Linear(32, 32)), x)
-    values = json.dumps(both)
-    assert "x in mxfp8_e4m3 by columns" in values and "weight in mxfp8_e4m3 by columns" in values
-
-    frozen = ops.Sequential(ops.Linear(32, 32))
-    frozen[0].weight.requires_grad_(False)
-    values = json.dumps(plan_of(frozen, x))
-    assert "x in mxfp8_e4m3 by rows" in values and "x in mxfp8_e4m3 by columns" not in values
-    assert "weight in mxfp8_e4m3 by columns" in values
-    assert frozen.saved_bytes() == 0
-
-    first = plan_of(ops.Sequential(ops.Linear(32, 32)), x.detach())
-    values = json.dumps(first)
-    assert "x in mxfp8_e4m3 by columns" in values and "weight in mxfp8_e4m3 by columns" not in values
-    assert "weight.column_codes" not in values
-    with torch.no_grad():
-        values = json.dumps(plan_of(ops.Sequential(ops.Linear(32, 32)), x))
-    assert "by columns" not in values and "column_codes" not in values
-
-
-def counts_of(function):
-    before = tandem._C.refresh_counts()
-    function()
-    after = tandem._C.refresh_counts()
-    return after.made - before.made, after.reused - before.reused
-
-
 def test_a_weight_is_quantized_once_per_set_of_directions():
     linear, x = ops.Linear(64, 64), torch.randn(4, 64, requires_grad=True)
 
@@ -118,15 +83,7 @@ def test_a_weight_is_quantized_once_per_set_of_directions():
                 linear(x)
                 linear(x)
 
-    assert counts_of(region) == (2, 6), "with column codes, and without"
-    before = linear(x)
-    with tandem.autocast(recipe=MXFP8BlockScaling()):
-        a = linear(x)
-        linear.weight.data.mul_(2)
-        b = linear(x)
-    assert not torch.equal(a, b) and not torch.equal(a, before)
-    with tandem.autocast(recipe=MXFP8BlockScaling()):
-        assert torch.equal(linear(x), b)
+    assert made_in(region) == (2, 6), "with column codes, and without"
 
 
 def results_of(call, module, x, grad):
@@ -151,8 +108,7 @@ def test_compiled_exported_and_checkpointed_calls_give_the_same_bits():
         ),
     }
     for name, way in ways.items():
-        for got, want in zip(results_of(way, module, x, grad), expected, strict=True):
-            assert torch.equal(got, want), name
+        torch.testing.assert_close(results_of(way, module, x, grad), expected, rtol=0, atol=0, msg=name)
     with tandem.autocast(recipe=MXFP8BlockScaling()), torch.no_grad():
         program = torch.export.export(module, (x,))
     assert torch.equal(program.module()(x), expected[0])

@@ -1,4 +1,4 @@
-"""Float8CurrentScaling: numbers against an emulation, weights quantized when they must be, refusals."""
+"""Float8CurrentScaling: numbers against an emulation, regions, refusals."""
 
 import dataclasses
 import json
@@ -29,10 +29,8 @@ def rounded(x, dtype, power_2=False, epsilon=0.0):
 
 def emulated(x, weight, bias, grad, recipe):
     wide = torch.float8_e5m2 if recipe.fp8_format is Format.HYBRID else torch.float8_e4m3fn
-    e4m3 = torch.float8_e4m3fn
-    qx, qw = rounded(x, e4m3, recipe.use_power_2_scales, recipe.amax_epsilon_input), rounded(
-        weight, e4m3, recipe.use_power_2_scales, recipe.amax_epsilon_weight
-    )
+    qx = rounded(x, torch.float8_e4m3fn, recipe.use_power_2_scales, recipe.amax_epsilon_input)
+    qw = rounded(weight, torch.float8_e4m3fn, recipe.use_power_2_scales, recipe.amax_epsilon_weight)
     qg = rounded(grad, wide, recipe.use_power_2_scales, recipe.amax_epsilon_grad_output)
     return qx @ qw.t() + bias.double(), qg @ qw, qg.t() @ qx, grad.double().sum(0)
 
@@ -58,13 +56,6 @@ def test_linear_is_the_product_of_rounded_operands(recipe, shape):
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=4e-6 * max(1.0, expected.abs().max().item()))
 
 
-def test_fused_and_unfused_agree_under_a_recipe():
-    box = randomize(llama_mlp(32, 48))
-    with tandem.autocast():
-        outcome = tandem.verify(box, torch.randn(6, 32, requires_grad=True))
-    assert outcome, str(outcome)
-
-
 def test_quantize_rounds_where_a_recipe_is_on():
     x = torch.randn(4, 8, requires_grad=True)
     op = ops.Quantize(forward=True, backward=True)
@@ -75,58 +66,6 @@ def test_quantize_rounds_where_a_recipe_is_on():
     grad = torch.randn(4, 8)
     actual = torch.autograd.grad(y, x, grad)[0]
     torch.testing.assert_close(actual.double(), rounded(grad, torch.float8_e5m2), rtol=0, atol=1e-6)
-
-
-def counts_of(function):
-    before = tandem._C.refresh_counts()
-    function()
-    after = tandem._C.refresh_counts()
-    return after.made - before.made, after.reused - before.reused
-
-
-def test_a_weight_is_quantized_once_whatever_the_region():
-    linear, x = ops.Linear(8, 8), torch.randn(4, 8)
-
-    def region():
-        with tandem.autocast():
-            linear(x)
-            with tandem.autocast():
-                linear(x)
-            linear(x)
-
-    assert counts_of(region) == (1, 2)
-    assert counts_of(region) == (0, 3), "its bytes are the same"
-
-
-def quantized(linear, x):
-    with tandem.autocast():
-        return linear(x)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_step_makes_codes_stale(fused):
-    linear, x = ops.Linear(8, 8), torch.randn(4, 8)
-    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, fused=fused)
-    with tandem.autocast():
-        before = linear(x)
-        before.sum().backward()
-        optimizer.step()
-        after = linear(x)
-    assert not torch.equal(before, after)
-    assert torch.equal(after, quantized(linear, x))
-
-
-def test_writes_that_move_no_version_are_seen():
-    linear, x = ops.Linear(8, 8), torch.randn(4, 8)
-    with tandem.autocast():
-        linear(x)
-        linear.weight.data.mul_(0)
-        assert torch.equal(linear(x), linear.bias.expand(4, 8))
-        with torch.no_grad():
-            linear.weight.fill_(1)  # moves the version counter
-        assert linear(x).abs().sum() > 0
-        linear.weight = torch.nn.Parameter(torch.zeros(8, 8))
-        assert torch.equal(linear(x), linear.bias.expand(4, 8))
 
 
 def test_nested_regions_and_disabled_ones():
@@ -177,8 +116,6 @@ ERRORS = [
     (lambda: Float8CurrentScaling(amax_epsilon_input=None), ValueError, "expected amax_epsilon_input to be a finite number >= 0, got None. amax_epsilon_input: the least"),
     (lambda: Float8CurrentScaling(amax_epsilon_input="1"), ValueError, "expected amax_epsilon_input to be a finite number >= 0, got '1'. amax_epsilon_input: the least"),
     (lambda: Float8CurrentScaling(amax_epsilon_weight=-1.0), ValueError, "expected amax_epsilon_weight to be a finite number >= 0, got -1.0"),
-    (lambda: Float8CurrentScaling(fp8_dpa=True), NotImplementedError, "expected fp8_dpa=False, got True"),
-    (lambda: Float8CurrentScaling(fp8_mha=True), NotImplementedError, "expected fp8_mha=False, got True"),
     (
         lambda: Float8CurrentScaling(backward_override="half"),
         ValueError,
@@ -208,8 +145,7 @@ def test_codes_made_again_in_backward_are_those_of_forward(dtype):
                 y = part(y)
         y.square().sum().backward()
         results.append([y, x.grad, *(p.grad for p in together.parameters())])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
     width = together[1].weight.shape[0]
     assert together.saved_bytes() == 9 * (width * x.element_size() + 4), "the product and the norm's statistic"
 
@@ -229,5 +165,4 @@ def test_products_do_not_depend_on_the_number_of_threads(shape, recipe):
             results.append([y, *torch.autograd.grad(y, [x, linear.weight], grad)])
     finally:
         torch.set_num_threads(before)
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one, two)
+    torch.testing.assert_close(*results, rtol=0, atol=0)

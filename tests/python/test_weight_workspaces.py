@@ -2,12 +2,13 @@
 
 import copy
 import json
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import llama_mlp, randomize
-from torch.distributed.device_mesh import init_device_mesh
+from test_quantized_tensors import same
 from torch.distributed.fsdp import fully_shard
 from weights import RECIPES, assert_fresh, codes_told, fresh_numbers, made_in, step
 
@@ -48,8 +49,9 @@ def test_a_miss_is_made_and_a_hit_is_found(called, linear, x, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_an_update_is_written_into_the_same_tensors(called, linear, x, recipe):
-    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+@pytest.mark.parametrize("optimize", [torch.optim.SGD, partial(torch.optim.AdamW, fused=True)], ids=["SGD", "fused AdamW"])
+def test_an_update_is_written_into_the_same_tensors(called, linear, x, optimize, recipe):
+    optimizer = optimize(linear.parameters(), lr=0.1)
     for _ in range(3):
         assert made_in(lambda: step(called(linear), x, recipe)) == (1, 1)
         optimizer.step()
@@ -57,12 +59,14 @@ def test_an_update_is_written_into_the_same_tensors(called, linear, x, recipe):
 
 
 def test_micro_batches_in_one_region_share_codes(called, linear, x):
+    """In regions inside of it too."""
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
 
     def micro_batches():
         with tandem.autocast():
-            for _ in range(4):
-                called(linear)(x).sum().backward()
+            for region in (nullcontext(), tandem.autocast(), nullcontext(), tandem.autocast()):
+                with region:
+                    called(linear)(x).sum().backward()
 
     for _ in range(2):
         assert made_in(micro_batches) == (1, 7)
@@ -125,36 +129,22 @@ def test_weights_that_are_said_to_be_unchanged(called, x):
     assert_fresh(called(box), box, x)
 
 
-@pytest.mark.parametrize("module", [lambda: tandem.LayerNormLinear(32, 32), lambda: tandem.LayerNormMLP(32, 64)])
-def test_modules_pass_on_what_is_said(x, module):
-    module = module()
-    step(module, x, is_first_microbatch=True)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tandem.LayerNormLinear(32, 32),
+        lambda: tandem.LayerNormMLP(32, 64),
+        lambda: tandem.MultiheadAttention(32, 4),
+        lambda: tandem.TransformerLayer(32, 64, 4),
+    ],
+)
+def test_modules_pass_on_what_is_said(make):
+    module, x = make(), torch.randn(32, 2, 32)
+    assert made_in(lambda: step(module, x, is_first_microbatch=True))[0] > 0
     for param in module.parameters():
         param.data.mul_(2)
     assert made_in(lambda: step(module, x, is_first_microbatch=False))[0] == 0
     assert made_in(lambda: step(module, x))[0] > 0
-
-
-@pytest.mark.parametrize("name", ["TransformerLayer", "MultiheadAttention"])
-def test_modules_of_modules_pass_on_what_is_said(name):
-    layer = tandem.TransformerLayer(32, 64, 4) if name == "TransformerLayer" else tandem.MultiheadAttention(32, 4)
-    x = torch.randn(32, 2, 32)
-    with torch.no_grad():
-        assert made_in(lambda: step(layer, x, is_first_microbatch=True))[0] > 1
-        for param in layer.parameters():
-            param.data.mul_(2)
-        assert made_in(lambda: step(layer, x, is_first_microbatch=False))[0] == 0
-        assert made_in(lambda: step(layer, x))[0] > 0
-
-
-def test_a_fused_optimizer(called, linear, x):
-    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, fused=True)
-    for _ in range(3):
-        assert made_in(lambda: step(called(linear), x)) == (1, 1)
-        version = linear.weight._version
-        optimizer.step()
-        del version
-    assert_fresh(called(linear), linear, x)
 
 
 def test_an_optimizer_over_a_flat_buffer(called, linear, x):
@@ -165,14 +155,6 @@ def test_an_optimizer_over_a_flat_buffer(called, linear, x):
         for _ in range(3):
             assert made_in(lambda: called(linear)(x).sum().backward()) == (1, 1)
             flat.sub_(0.1 * torch.randn_like(flat))
-        assert_fresh(called(linear), linear, x)
-
-
-def test_writes_through_data_inside_a_region(called, linear, x):
-    with tandem.autocast():
-        called(linear)(x)
-        linear.weight.data.mul_(2)
-        assert made_in(lambda: called(linear)(x)) == (1, 0)
         assert_fresh(called(linear), linear, x)
 
 
@@ -198,13 +180,6 @@ def test_a_frozen_weight_without_a_gradient_behind_it_has_no_column_codes():
     assert any("row_codes" in name for name in written) and not any("column" in name for name in written)
 
 
-@pytest.fixture
-def mesh(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 class Calling(torch.nn.Module):
     """A module as `called` has it, within another one, whose hooks gather parameters."""
 
@@ -218,11 +193,11 @@ class Calling(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_weights_that_fsdp2_shards(called, mesh, x):
+def test_weights_that_fsdp2_shards(called, one_rank, x):
     linears = [ops.Linear(32, 32), ops.Linear(32, 32)]
     plain, sharded = [torch.nn.Sequential(*[Calling(linear, called) for linear in copy.deepcopy(linears)]) for _ in range(2)]
     for module in (*sharded, sharded):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=one_rank)
     results = []
     for model in (plain, sharded):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -236,8 +211,8 @@ def test_weights_that_fsdp2_shards(called, mesh, x):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_quantize_weight_of_a_shard_is_that_of_the_whole(mesh):
-    sharded = fully_shard(torch.nn.Linear(32, 32), mesh=mesh)
+def test_quantize_weight_of_a_shard_is_that_of_the_whole(one_rank):
+    sharded = fully_shard(torch.nn.Linear(32, 32), mesh=one_rank)
     quantizer = tandem.MXFP8Quantizer(torch.float8_e4m3fn)
     codes, workspace = tandem.quantize_weight(sharded.weight.detach(), quantizer)
     expected = tandem.quantize(sharded.weight.full_tensor().detach(), quantizer)
@@ -299,14 +274,6 @@ def test_a_parameter_that_is_replaced(called, linear, x):
     assert_fresh(called(linear), linear, x)
     linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
     assert made_in(lambda: step(called(linear), x)) == (0, 2), "another tensor of the same bytes"
-
-
-def test_a_parameter_that_is_changed_in_place(called, linear, x):
-    step(called(linear), x)
-    with torch.no_grad():
-        linear.weight.mul_(2)
-    assert made_in(lambda: step(called(linear), x)) == (1, 1)
-    assert_fresh(called(linear), linear, x)
 
 
 def test_a_recompute_finds_the_codes_of_its_forward(linear, x):
@@ -439,13 +406,10 @@ def test_quantize_weight_gives_the_codes_of_quantize():
         tandem.NVFP4Quantizer(),
     ):
         codes, workspace = tandem.quantize_weight(weight, quantizer)
-        expected = tandem.quantize(weight, quantizer)
-        for part in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax_rowwise", "amax_columnwise"):
-            mine, theirs = getattr(codes, part), getattr(expected, part)
-            assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs)), (quantizer, part)
+        same(codes, tandem.quantize(weight, quantizer))
         assert workspace.made == "first use"
-        again, same = tandem.quantize_weight(weight, quantizer, workspace)
-        assert same.made == "found" and again.rowwise_data.data_ptr() == codes.rowwise_data.data_ptr()
+        again, found = tandem.quantize_weight(weight, quantizer, workspace)
+        assert found.made == "found" and again.rowwise_data.data_ptr() == codes.rowwise_data.data_ptr()
 
 
 def test_quantize_weight_owns_the_rules():
@@ -510,5 +474,4 @@ def test_compiled_code_that_recomputes_has_no_workspaces(fresh_dynamo, inside):
         with tandem.autocast(recipe=tandem.recipe.MXFP8BlockScaling()):
             y = function(leaf)
         results.append([y, *torch.autograd.grad(y.square().sum(), [leaf, *mlp.parameters()])])
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
