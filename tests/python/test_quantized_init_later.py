@@ -8,36 +8,11 @@ import pickle
 
 import pytest
 import torch
-from test_quantized_model_init import E4M3, MAKERS, QUANTIZERS, RECIPES, call
+from test_quantized_model_init import E4M3, MAKERS, RECIPES, call, check_codes, made, numbers_of
 
 import tandem
 from tandem import ops
 from tandem.recipe import Float8CurrentScaling, MXFP8BlockScaling
-
-
-def check_codes(module, names, recipe, numbers, keeps=True):
-    """Of the names the module has the codes of these numbers, and the numbers where they were to be kept."""
-    for name, param in module.named_parameters():
-        assert isinstance(param, torch.nn.Parameter) and param.requires_grad and not param.is_meta
-        if name not in names:
-            assert type(param) is torch.nn.Parameter and torch.equal(param, numbers[name])
-            continue
-        assert isinstance(param, tandem.QuantizedTensor) and param.quantizer == QUANTIZERS[recipe], name
-        wanted = tandem.quantize(numbers[name].detach(), QUANTIZERS[recipe])
-        assert torch.equal(param.rowwise_data, wanted.rowwise_data) and torch.equal(param.rowwise_scale_inv, wanted.rowwise_scale_inv), name
-        if keeps:
-            assert torch.equal(param.get_high_precision_init_val(), numbers[name]), name
-        else:
-            assert not hasattr(param, "get_high_precision_init_val")
-
-
-def numbers_of(module):
-    return {name: param.detach().clone() for name, param in module.named_parameters()}
-
-
-def made(make, recipe, keeps=True, device="meta"):
-    with tandem.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=keeps):
-        return make(device=device)
 
 
 @MAKERS

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from test_quantized_init_later import numbers_of
-from test_quantized_model_init import QUANTIZERS
+from test_quantized_model_init import QUANTIZERS, numbers_of
 from test_quantized_sharding import MADE
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -77,6 +76,7 @@ def some_numbers():
 
 
 def check_full_state_dict(rank, size, name, broadcast, emptied):
+    """From rank 0, or from each."""
     recipe, numbers = MADE[name], some_numbers()
     model = sharded(recipe)
     if emptied:
@@ -215,46 +215,37 @@ def check_placements(rank, size):
         tandem.finish_quantized_init(layer)
 
 
+CHECKS = [
+    *[(check_full_state_dict, flags) for flags in ((True, True), (True, False), (False, True))],
+    (check_second_load, ()),
+    (check_reset, (True,)),
+    (check_reset, (False,)),
+    (check_written_in_place, ()),
+]
 EACH = pytest.mark.parametrize("name", MADE)
 
 
-@EACH
-@pytest.mark.parametrize(("broadcast", "emptied"), [(True, True), (True, False), (False, True)])
-def test_a_full_state_dict_from_rank_0(name, broadcast, emptied):
-    on_ranks(2, check_full_state_dict, name, broadcast, emptied)
+def id_of(value):
+    return getattr(value, "__name__", str(value))
 
 
 @EACH
-def test_loads_behind_the_first(name):
-    on_ranks(2, check_second_load, name)
+@pytest.mark.parametrize(("check_", "arguments"), CHECKS, ids=id_of)
+def test_values_that_come_later(name, check_, arguments):
+    on_ranks(2, check_, name, *arguments)
 
 
 @EACH
-@pytest.mark.parametrize("emptied", [True, False])
-def test_modules_are_reset_behind_fully_shard(name, emptied):
-    on_ranks(2, check_reset, name, emptied)
-
-
-@EACH
-def test_values_written_in_place(name):
-    on_ranks(2, check_written_in_place, name)
-
-
-def test_placements():
-    on_ranks(2, check_placements)
-
-
-@EACH
-def test_distributed_checkpoints(name, tmp_path):
-    on_ranks(2, check_checkpoint, name, str(tmp_path))
-
-
-@EACH
-def test_distributed_checkpoints_of_codes(name, tmp_path):
-    on_ranks(2, check_checkpoint_of_codes, name, str(tmp_path))
+@pytest.mark.parametrize("check_", [check_checkpoint, check_checkpoint_of_codes], ids=id_of)
+def test_distributed_checkpoints(name, check_, tmp_path):
+    on_ranks(2, check_, name, str(tmp_path))
 
 
 @EACH
 @pytest.mark.parametrize("given", ["values", "state dict"])
 def test_shares_that_are_uneven_or_empty(name, given):
     on_ranks(3, check_uneven, name, given)
+
+
+def test_placements():
+    on_ranks(2, check_placements)

@@ -235,8 +235,7 @@ def test_compiled_code_computes_the_same(name, split):
         leaf = x.clone().requires_grad_()
         y = each(leaf)
         results.append([y, *torch.autograd.grad(y, [leaf, *module.parameters()], grad)])
-    for actual, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(*results)
 
 
 @EACH

@@ -104,7 +104,7 @@ def test_gradients_go_through_views():
 
 @EACH
 @pytest.mark.parametrize("shape", [(64, 160), (3, 5, 21), (7,), (0, 8)])
-def test_pickles(quantizer, shape):
+def test_pickles_and_copies_of_any_shape(quantizer, shape):
     codes = tandem.quantize(torch.randn(shape).bfloat16(), quantizer)
     codes.note = "kept"
     file = io.BytesIO()
@@ -112,8 +112,9 @@ def test_pickles(quantizer, shape):
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert loaded["weight"] is loaded["again"] and loaded["weight"].note == "kept"
-    for other in (loaded["weight"], pickle.loads(pickle.dumps(codes))):
+    for other in (loaded["weight"], pickle.loads(pickle.dumps(codes)), copy.deepcopy(codes), codes.clone(), codes.detach()):
         same(other, codes)
+        assert other.dequantize().shape == shape
     param = pickle.loads(pickle.dumps(torch.nn.Parameter(codes)))
     assert isinstance(param, torch.nn.Parameter) and param.requires_grad
 
