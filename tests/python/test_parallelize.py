@@ -75,6 +75,7 @@ def check_plans(rank: int, size: int) -> None:
 
 
 def check_sequences(rank: int, size: int) -> None:
+    """The statistics of norms go with the rows, evenly shared or not."""
     for batch, norm in itertools.product((1, 2, 3), (ops.RMSNorm, ops.LayerNorm, lambda _: ops.L2Normalization())):
         between = {"1": ColwiseParallel(input_layouts=Shard(1)), "3": RowwiseParallel(output_layouts=Shard(1))}
         check_plan(rank, size, mlp(norm(HIDDEN)), {"0": SequenceParallel(), **between}, sequence_dim=1, shape=(batch, 4, HIDDEN))
@@ -113,15 +114,6 @@ def check_modulation(rank: int, size: int) -> None:
                     assert_close(full(one.grad), other.grad, msg=f"{of_x}, {of_vectors}, {requested}")
 
 
-def test_modulation_of_sequences_that_ranks_share() -> None:
-    on_ranks(2, check_modulation)
-
-
-def test_norms_of_sequences_that_ranks_share() -> None:
-    """The statistics of rows go with the rows, evenly shared or not."""
-    on_ranks(2, check_sequences)
-
-
 def check_rows_of_parts(rank: int, size: int) -> None:
     """RowwiseParallel reads `weight`, which is no leaf: the parts are distributed one by one."""
     mesh = init_device_mesh("cpu", (size,))
@@ -139,10 +131,6 @@ def check_rows_of_parts(rank: int, size: int) -> None:
         assert_close(full(param.grad), of_whole.grad)
 
 
-def test_parts_cut_along_columns() -> None:
-    on_ranks(2, check_rows_of_parts)
-
-
 def test_rules_are_there_whichever_is_imported_first() -> None:
     rules = "DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"
     for first, second in itertools.permutations(("import tandem, torch", "from torch.distributed.tensor import DTensor")):
@@ -150,11 +138,8 @@ def test_rules_are_there_whichever_is_imported_first() -> None:
         subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_plans() -> None:
-    on_ranks(2, check_plans)
-
-
 def check_refusals(rank: int, size: int) -> None:
+    """What would cut halves."""
     mesh, x = init_device_mesh("cpu", (size,)), torch.randn(ROWS, HIDDEN)
     split = parallelize_module(mlp(unit=ops.SwiGLU, columns=WIDE // 2, parameters_split=("gate", "up")), mesh, {"0": ColwiseParallel()})
     text = (
@@ -182,11 +167,8 @@ def check_refusals(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_what_would_cut_halves_is_refused() -> None:
-    on_ranks(2, check_refusals)
-
-
 def check_missing_rules(rank: int, size: int) -> None:
+    """What DTensor has no rule for."""
     mesh = init_device_mesh("cpu", (size,))
     x = distribute_tensor(torch.randn(ROWS, HIDDEN), mesh, [Shard(0)])
     text = (
@@ -207,5 +189,8 @@ def check_missing_rules(rank: int, size: int) -> None:
     assert_close(full(dropout.eval()(x)), full(x))
 
 
-def test_what_has_no_rule_is_refused() -> None:
-    on_ranks(2, check_missing_rules)
+@pytest.mark.parametrize(
+    "check", [check_plans, check_sequences, check_modulation, check_rows_of_parts, check_refusals, check_missing_rules], ids=lambda check: check.__name__
+)
+def test_on_two_ranks(check: Any) -> None:
+    on_ranks(2, check)

@@ -210,20 +210,12 @@ def check_first_write_before_a_call(rank: int, size: int) -> None:
         layer(torch.randn(2, 64))
 
 
-@pytest.mark.parametrize("check", [check_fsdp_errors, check_amax, check_first_write_before_a_call], ids=lambda check: check.__name__)
-def test_on_two_ranks(check):
-    on_ranks(2, check)
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_ranks_train_what_quantized_model_init_made(name):
-    on_ranks(2, check_made, name, 256)
-
-
-# Blocks of columns have 32, 128 and 16 rows; a scale of the whole tensor cuts nothing.
-@pytest.mark.parametrize(("name", "rows"), [("current", 100), ("delayed", 64), ("mxfp8", 95), ("nvfp4", 95)])
-def test_shares_may_be_uneven(name, rows):
-    on_ranks(3, check_made, name, rows)
+# Blocks of columns have 32, 128 and 16 rows; a scale of the whole tensor cuts nothing. Shares of three ranks are uneven.
+@pytest.mark.parametrize(
+    ("size", "name", "rows"), [*((2, name, 256) for name in MADE), (3, "current", 100), (3, "delayed", 64), (3, "mxfp8", 95), (3, "nvfp4", 95)]
+)
+def test_ranks_train_what_quantized_model_init_made(size, name, rows):
+    on_ranks(size, check_made, name, rows)
 
 
 def test_ranks_with_fewer_rows_pack_parts_of_the_same_sizes():
@@ -232,10 +224,6 @@ def test_ranks_with_fewer_rows_pack_parts_of_the_same_sizes():
     shares = [tandem.quantize(torch.randn(rows, 64), QUANTIZERS["nvfp4"]) for rows in (16, 8)]
     of_all, of_last = (share.fsdp_pre_all_gather(mesh, (136, 64), None, None, None) for share in shares)
     assert of_all[1].sizes == of_last[1].sizes and [piece.shape for piece in of_all[0]] == [piece.shape for piece in of_last[0]]
-
-
-def test_a_share_may_be_empty():
-    on_ranks(3, check_empty_share)
 
 
 def test_parts_of_one_amax_in_four_bits():
@@ -270,5 +258,10 @@ def check_broadcast(rank: int, size: int) -> None:
     same(linear.weight.detach(), before.detach())
 
 
-def test_a_broadcast_moves_codes():
-    on_ranks(2, check_broadcast)
+@pytest.mark.parametrize(
+    ("size", "check"),
+    [(2, check_fsdp_errors), (2, check_amax), (2, check_first_write_before_a_call), (2, check_broadcast), (3, check_empty_share)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_on_ranks(size, check):
+    on_ranks(size, check)
