@@ -26,29 +26,33 @@ def name_of(recipe):
 
 
 class Residual(torch.nn.Module):
-    """before(x) + after(norm(before(x))): in one pipeline, and one by one."""
+    """h + inside(h) for h = before(x), or inside(h) alone: in one pipeline, and one by one."""
 
-    def __init__(self, norm, features, bias, residual, dtype):
+    def __init__(self, before, inside, residual=True):
         super().__init__()
-        self.before = ops.Linear(features[0], features[1], bias=bias, dtype=dtype)
-        self.norm = NORMS[norm](features[1], dtype=dtype)
-        self.after = ops.Linear(features[1], features[1], bias=bias, dtype=dtype)
-        self.residual = residual
-        if residual:
-            head, tail = ops.MakeExtraOutput(), ops.AddExtraInput()
-            head.set_extra_output_channel(0, "r", output_to_caller=False)
-            tail.set_extra_input_channel(0, "r")
-            self.together = ops.Sequential(self.before, head, self.norm, self.after, tail)
-        else:
-            self.together = ops.Sequential(self.before, self.norm, self.after)
+        head = ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False)
+        tail = ops.AddExtraInput().set_extra_input_channel(0, "r")
+        self.before, self.inside, self.residual = torch.nn.Sequential(*before), torch.nn.Sequential(*inside), residual
+        self.together = ops.Sequential(*before, *([head, *inside, tail] if residual else inside))
 
     def forward(self, x):
         return self.together(x)
 
     def apart(self, x):
         h = self.before(x)
-        y = self.after(self.norm(h))
-        return ops.AddExtraInput()(y, h) if self.residual else y
+        return ops.AddExtraInput()(self.inside(h), h) if self.residual else self.inside(h)
+
+
+def behind_a_product(norm, features, bias, residual, dtype):
+    """before(x) + after(norm(before(x)))."""
+    before, after = ops.Linear(*features, bias=bias, dtype=dtype), ops.Linear(features[1], features[1], bias=bias, dtype=dtype)
+    return Residual([before], [NORMS[norm](features[1], dtype=dtype), after], residual)
+
+
+def block_of(norm, unit, bias, dtype):
+    """x + linear(unit(linear(norm(x)))), as in LLaMA: both operands of weight gradients are written again."""
+    up, down = ops.Linear(48, 80, bias=bias, dtype=dtype), ops.Linear(80 if unit is ops.GELU else 40, 48, bias=bias, dtype=dtype)
+    return Residual([], [NORMS[norm](48, dtype=dtype), up, unit(), down])
 
 
 def results_of(call, module, recipe, x, grad, steps=1):
@@ -63,11 +67,6 @@ def results_of(call, module, recipe, x, grad, steps=1):
     return [y.detach(), own.grad, *(p.grad.clone() for p in module.parameters())]
 
 
-def assert_same(got, expected):
-    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert torch.equal(one, other), i
-
-
 WITHOUT_A_SUM = [(bias, False, dtype) for bias in (False, True) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
 
 
@@ -77,12 +76,12 @@ WITHOUT_A_SUM = [(bias, False, dtype) for bias in (False, True) for dtype in (to
 @pytest.mark.parametrize(("bias", "residual", "dtype"), [*WITHOUT_A_SUM, (False, True, torch.float32), (True, True, torch.float32)])
 def test_gradients_of_norms_have_the_bits_of_ops_one_by_one(bias, residual, dtype, norm, recipe):
     for features, sizes in (((32, 64), (3, 32, 32)), ((19, 45), (37, 19)), ((16, 32), (0, 16))):
-        module = randomize(Residual(norm, features, bias, residual, dtype))
+        module = randomize(behind_a_product(norm, features, bias, residual, dtype))
         twin = copy.deepcopy(module)
         x = torch.randn(*sizes).to(dtype)
         grad = torch.randn(*sizes[:-1], features[1]).to(dtype)
         got = results_of(module, module, recipe, x, grad, steps=2)
-        assert_same(got, results_of(twin.apart, twin, recipe, x, grad, steps=2))
+        torch.testing.assert_close(got, results_of(twin.apart, twin, recipe, x, grad, steps=2), rtol=0, atol=0)
         name = f"{norm}_backward{'_add' if residual else ''}{'_bias' if bias else ''}_quantize_quantize_y"
         assert name in module.together.fusions_made(), module.together.explain()
         assert name in module.together.explain()
@@ -91,7 +90,7 @@ def test_gradients_of_norms_have_the_bits_of_ops_one_by_one(bias, residual, dtyp
 @pytest.mark.parametrize("recipe", [*RECIPES[:-1], NVFP4BlockScaling()], ids=name_of)
 @pytest.mark.parametrize("norm", NORMS)
 def test_verify_finds_no_difference(norm, recipe):
-    module = randomize(Residual(norm, (32, 48), True, True, torch.float32))
+    module = randomize(behind_a_product(norm, (32, 48), True, True, torch.float32))
     with tandem.autocast(recipe=recipe):
         outcome = module.together.verify(torch.randn(33, 32, requires_grad=True))
     assert outcome, str(outcome)
@@ -99,12 +98,14 @@ def test_verify_finds_no_difference(norm, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 @pytest.mark.parametrize("norm", NORMS)
-def test_compiled_gradients_of_norms_have_the_bits_of_eager_ones(norm, recipe, fresh_dynamo):
-    module = randomize(Residual(norm, (32, 48), True, True, torch.float32))
+@pytest.mark.parametrize("is_block", [False, True], ids=["behind a product", "block"])
+def test_compiled_gradients_have_the_bits_of_eager_ones(is_block, norm, recipe, fresh_dynamo):
+    dtype = torch.bfloat16 if is_block else torch.float32
+    module = randomize(block_of(norm, ops.SwiGLU, True, dtype) if is_block else behind_a_product(norm, (32, 48), True, True, dtype))
     twin = copy.deepcopy(module)
-    x, grad = torch.randn(33, 32), torch.randn(33, 48)
+    x, grad = torch.randn(33, 48 if is_block else 32).to(dtype), torch.randn(33, 48).to(dtype)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    assert_same(results_of(compiled, module, recipe, x, grad), results_of(twin, twin, recipe, x, grad))
+    torch.testing.assert_close(results_of(compiled, module, recipe, x, grad), results_of(twin, twin, recipe, x, grad), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,30 +118,20 @@ def test_a_norm_behind_a_sum_has_the_bits_of_ops_one_by_one(norm, recipe, dtype)
         twin = copy.deepcopy(box)
         x, extra = torch.randn(2, rows, features).to(dtype)
 
-        def joint(module):
-            def call(x, extra):
-                return module(x, extra)
-
-            return call
-
-        def one_by_one(module):
-            add, _, of_norm, linear = module
-
-            def call(x, extra):
-                total = add(x, extra)
-                return linear(of_norm(total)), total
-
-            return call
+        def one_by_one(x, extra, twin=twin):
+            add, _, of_norm, linear = twin
+            total = add(x, extra)
+            return linear(of_norm(total)), total
 
         outcomes = []
-        for module, make in ((box, joint), (twin, one_by_one)):
+        for module, call in ((box, box), (twin, one_by_one)):
             own, other = x.clone().requires_grad_(), extra.clone().requires_grad_()
             with tandem.autocast(enabled=recipe is not None, recipe=recipe):
-                outputs = make(module)(own, other)
+                outputs = call(own, other)
             sum(t.float().square().sum() for t in outputs).backward()
             of_x = [own.grad, other.grad] if dtype is torch.float32 else []  # in 16 bits a step that adds rounds once, two ops do twice
             outcomes.append([*(t.detach() for t in outputs), *of_x, *(p.grad for p in module.parameters())])
-        assert_same(*outcomes)
+        torch.testing.assert_close(*outcomes, rtol=0, atol=0)
         assert f"add_{norm}{'_quantize' if recipe else ''}" in box.fusions_made(), box.explain()
 
 
@@ -158,7 +149,7 @@ def test_gradients_behind_a_product_have_the_bits_of_ops_one_by_one(behind, fuse
         got = results_of(box, box, recipe, x, grad)
         if fused == "scale":  # forward rounds once, behind product, bias and scale; two ops do twice
             got, apart = got[1:], apart[1:]
-        assert_same(got, apart)
+        torch.testing.assert_close(got, apart, rtol=0, atol=0)
         name = f"{fused}_backward{'_bias' if bias else ''}_quantize"
         assert name in box.fusions_made(), box.explain()
     with tandem.autocast(recipe=recipe):
@@ -169,9 +160,8 @@ def test_a_gradient_that_goes_on_is_written_beside_its_codes():
     """Two blocks on one residual stream: the sum of gradients is read by the product before it and by the stream."""
     parts = []
     for i in range(2):
-        head, tail = ops.MakeExtraOutput(), ops.AddExtraInput()
-        head.set_extra_output_channel(0, f"r{i}", output_to_caller=False)
-        tail.set_extra_input_channel(0, f"r{i}")
+        head = ops.MakeExtraOutput().set_extra_output_channel(0, f"r{i}", output_to_caller=False)
+        tail = ops.AddExtraInput().set_extra_input_channel(0, f"r{i}")
         parts += [head, ops.RMSNorm(32), ops.Linear(32, 32, bias=False), tail]
     box = randomize(ops.Sequential(*parts))
     with tandem.autocast(recipe=MXFP8BlockScaling()):
@@ -181,40 +171,19 @@ def test_a_gradient_that_goes_on_is_written_beside_its_codes():
     assert expected <= set(box.fusions_made()), box.explain()
 
 
-class Block(torch.nn.Module):
-    """x + linear(unit(linear(norm(x)))), as in LLaMA: both operands of weight gradients are written again."""
-
-    def __init__(self, norm, unit, bias, dtype):
-        super().__init__()
-        head, tail = ops.MakeExtraOutput(), ops.AddExtraInput()
-        head.set_extra_output_channel(0, "r", output_to_caller=False)
-        tail.set_extra_input_channel(0, "r")
-        self.norm = NORMS[norm](48, dtype=dtype)
-        self.up = ops.Linear(48, 80, bias=bias, dtype=dtype)
-        self.unit = unit()
-        self.down = ops.Linear(80 if unit is ops.GELU else 40, 48, bias=bias, dtype=dtype)
-        self.together = ops.Sequential(head, self.norm, self.up, self.unit, self.down, tail)
-
-    def forward(self, x):
-        return self.together(x)
-
-    def apart(self, x):
-        return ops.AddExtraInput()(self.down(self.unit(self.up(self.norm(x)))), x)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("unit", [ops.SwiGLU, ops.GELU])
 @pytest.mark.parametrize("bias", [False, True])
 def test_what_is_written_again_goes_to_codes_with_the_bits_of_ops_one_by_one(bias, unit, norm, recipe, dtype):
-    block = randomize(Block(norm, unit, bias, dtype))
+    block = randomize(block_of(norm, unit, bias, dtype))
     twin = copy.deepcopy(block)
     x, grad = torch.randn(37, 48).to(dtype), torch.randn(37, 48).to(dtype)
     got = results_of(block, block, recipe, x, grad, steps=2)
     expected = results_of(twin.apart, twin, recipe, x, grad, steps=2)
     if dtype is torch.float32:  # in 16 bits a step that adds rounds once, two ops do twice
-        assert_same(got[:1] + got[2:], expected[:1] + expected[2:])  # the gradients of x are added in another order
+        torch.testing.assert_close(got[:1] + got[2:], expected[:1] + expected[2:], rtol=0, atol=0)  # the gradients of x are added in another order
     kind = "glu" if unit is ops.SwiGLU else "activation"
     made = {f"{norm}_backward_add_quantize_y", f"{kind}_backward{'_bias' if bias else ''}_quantize_quantize_y"}
     assert made <= set(block.together.fusions_made()), block.together.explain()
@@ -222,39 +191,19 @@ def test_what_is_written_again_goes_to_codes_with_the_bits_of_ops_one_by_one(bia
         assert block.together.verify(x.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+MX, LINES = tandem.MXFP8Quantizer, partial(tandem.Float8BlockQuantizer, rowwise=True, columnwise=True, block_scaling_dim=1)
+FORMATS = {"blocks and mx": (MX, LINES), "mx and blocks": (LINES, MX), "one scale and mx": (MX, tandem.Float8CurrentScalingQuantizer)}
+
+
+@pytest.mark.parametrize(("of_gradients", "of_others"), FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_compiled_blocks_have_the_bits_of_eager_ones(norm, recipe, fresh_dynamo):
-    block = randomize(Block(norm, ops.SwiGLU, True, torch.bfloat16))
-    twin = copy.deepcopy(block)
-    x, grad = torch.randn(33, 48).bfloat16(), torch.randn(33, 48).bfloat16()
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    assert_same(results_of(compiled, block, recipe, x, grad), results_of(twin, twin, recipe, x, grad))
-
-
-def blocks_and_mx(role):
-    if role.tensor_type == "grad_output":
-        return tandem.MXFP8Quantizer(torch.float8_e5m2)
-    return tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True, block_scaling_dim=1)
-
-
-def mx_and_blocks(role):
-    if role.tensor_type == "grad_output":
-        return tandem.Float8BlockQuantizer(torch.float8_e5m2, rowwise=True, columnwise=True, block_scaling_dim=1)
-    return tandem.MXFP8Quantizer(torch.float8_e4m3fn)
-
-
-def one_scale_and_mx(role):
-    if role.tensor_type == "grad_output":
-        return tandem.MXFP8Quantizer(torch.float8_e5m2)
-    return tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
-
-
-@pytest.mark.parametrize("choose", [blocks_and_mx, mx_and_blocks, one_scale_and_mx])
-@pytest.mark.parametrize("norm", NORMS)
-def test_two_formats_in_one_kernel(norm, choose):
+def test_two_formats_in_one_kernel(norm, of_gradients, of_others):
     """Blocks of other heights: gradients of one format and what is written again of another."""
-    block = randomize(Block(norm, ops.SwiGLU, True, torch.bfloat16))
+
+    def choose(role):
+        return of_gradients(torch.float8_e5m2) if role.tensor_type == "grad_output" else of_others(torch.float8_e4m3fn)
+
+    block = randomize(block_of(norm, ops.SwiGLU, True, torch.bfloat16))
     with tandem.autocast(recipe=CustomRecipe(choose)):
         outcome = block.together.verify(torch.randn(300, 48).bfloat16().requires_grad_())
     assert outcome, str(outcome)
