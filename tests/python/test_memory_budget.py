@@ -21,45 +21,37 @@ def generated(seed, width=32, most=12):
     """A pipeline of 2 to `most` ops."""
     draw = random.Random(seed)
     modules, open_channels, here = [], [], width
+    of_one_width = {
+        "norm": lambda: draw.choice([ops.RMSNorm, ops.LayerNorm])(here),
+        "activation": lambda: draw.choice(ACTIVATIONS)(),
+        "dropout": lambda: ops.Dropout(0.25),
+        "scale": lambda: ops.ConstantScale(1.5),
+        "bias": lambda: ops.Bias(here),
+        "l2": ops.L2Normalization,
+    }
     for _ in range(draw.randint(2, most)):
         kind = draw.choice(["linear", "linear", "norm", "activation", "unit", "dropout", "scale", "bias", "fork", "join", "l2"])
-        if kind == "linear":
+        if kind in of_one_width:
+            modules.append(of_one_width[kind]())
+        elif kind == "linear":
             wide = draw.choice([32, 64, 96])
             modules.append(ops.Linear(here, wide, bias=draw.random() < 0.6))
             here = wide
-        elif kind == "norm":
-            modules.append(draw.choice([ops.RMSNorm, ops.LayerNorm])(here))
-        elif kind == "activation":
-            modules.append(draw.choice(ACTIVATIONS)())
         elif kind == "unit" and here % 64 == 0:
             modules.append(draw.choice(UNITS)())
             here //= 2
-        elif kind == "dropout":
-            modules.append(ops.Dropout(0.25))
-        elif kind == "scale":
-            modules.append(ops.ConstantScale(1.5))
-        elif kind == "bias":
-            modules.append(ops.Bias(here))
-        elif kind == "l2":
-            modules.append(ops.L2Normalization())
         elif kind == "fork":
-            fork = ops.MakeExtraOutput()
-            fork.set_extra_output_channel(0, f"c{len(modules)}", output_to_caller=False)
             open_channels.append((here, f"c{len(modules)}"))
-            modules.append(fork)
+            modules.append(ops.MakeExtraOutput().set_extra_output_channel(0, f"c{len(modules)}", output_to_caller=False))
         elif kind == "join" and any(known == here for known, _ in open_channels):
             channel = next(pair for pair in open_channels if pair[0] == here)
             open_channels.remove(channel)
-            join = ops.AddExtraInput()
-            join.set_extra_input_channel(0, channel[1])
-            modules.append(join)
+            modules.append(ops.AddExtraInput().set_extra_input_channel(0, channel[1]))
     for known, name in open_channels:  # each is read
         if known != here:
             modules.append(ops.Linear(here, known, bias=False))
             here = known
-        join = ops.AddExtraInput()
-        join.set_extra_input_channel(0, name)
-        modules.append(join)
+        modules.append(ops.AddExtraInput().set_extra_input_channel(0, name))
     return randomize(ops.Sequential(*modules or [ops.GELU()]))
 
 
@@ -425,8 +417,7 @@ def test_compiled_code_keeps_to_the_budget():
         sizes[name] = sum(size for address, size in kept.items() if address not in arguments)
         torch.manual_seed(1)
         gradients = torch.autograd.grad(y, [x, *box.parameters()], torch.randn_like(y))
-        for got, wanted in zip([y, *gradients], expected, strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close([y, *gradients], expected)
     assert sizes["least"] < 0.2 * sizes["none"], sizes
 
 
@@ -438,8 +429,7 @@ def test_compiled_code_under_a_recipe_and_a_budget():
     with tandem.autocast(recipe=tandem.recipe.MXFP8BlockScaling()):
         expected = results(box, x)
         with tandem.memory_budget(0):
-            for got, wanted in zip(results(compiled, x), expected, strict=True):
-                torch.testing.assert_close(got, wanted)
+            torch.testing.assert_close(results(compiled, x), expected)
 
 
 def test_compiled_code_is_guarded_by_the_budget_in_force():

@@ -121,7 +121,7 @@ def test_delayed_gradients_of_parts_and_of_frozen_weights():
     later.backward_dw()  # nothing is left
 
 
-def test_what_delayed_gradients_are_computed_from_stays(tmp_path):
+def test_what_delayed_gradients_are_computed_from_stays():
     module = tandem.Linear(8, 8, delay_wgrad_compute=True)
     x = torch.randn(4, 8)
     module(x).sum().backward()
@@ -160,14 +160,7 @@ def test_a_layer_of_a_pipeline_may_delay():
     box(torch.randn(4, 8)).sum().backward()
     assert layer.weight.grad is None and box[3].weight.grad is not None
     layer.backward_dw()
-    expected = layer.weight.grad.clone()
-    layer.delay_wgrad_compute = False
-    assert expected.any()
-
-
-def activations(module, x, recipe):
-    y = run(module, x, recipe)
-    return y, module._alone.called_pipelines()[0].saved_bytes()
+    assert layer.weight.grad.any()
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "srelu"])
@@ -182,10 +175,10 @@ def test_checkpoint_gives_the_same_bits_and_keeps_less(recipe, activation, norma
     results, kept = [], []
     for module in (plain, checked):
         own = x.clone().requires_grad_()
-        y, saved = activations(module, own, recipe)
+        y = run(module, own, recipe)
+        kept.append(module._alone.called_pipelines()[0].saved_bytes())
         y.square().sum().backward()
         results.append([y, own.grad, *[param.grad for param in module.parameters()]])
-        kept.append(saved)
     assert all(map(torch.equal, *results))
     bound = 0.1 if recipe is None else 0.6  # codes of weights, where they are not cached, are no activations
     assert kept[1] <= bound * kept[0], kept
@@ -217,8 +210,7 @@ def test_checkpoint_in_a_pipeline_leaves_the_others_alone():
     got = torch.autograd.grad(box(x).sum(), [x, *box.parameters()])
     assert all(map(torch.equal, got, expected)) and 0 < box.saved_bytes() < 0.5 * whole
     compiled = torch.compile(box, backend="aot_eager", fullgraph=True)
-    for one, other in zip(torch.autograd.grad(compiled(x).sum(), [x, *box.parameters()]), expected, strict=True):
-        assert_close(one, other)
+    assert_close(torch.autograd.grad(compiled(x).sum(), [x, *box.parameters()]), expected)
     with tandem.memory_budget(0):  # both at once
         got = torch.autograd.grad(box(x).sum(), [x, *box.parameters()])
     assert all(map(torch.equal, got, expected)) and box.saved_bytes() == 0

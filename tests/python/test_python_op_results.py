@@ -115,7 +115,26 @@ class Ranked(ops.BasicOperation):
         return grad_output * 3, [()], [()]
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+class Cast(ops.BasicOperation):
+    """x in the dtype that the op declares."""
+
+    def op_forward(self, ctx, input_, **_):
+        return input_ if self.output_dtype is None else input_.to(self.output_dtype)
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output.to(torch.float32), ()
+
+
+def test_a_declared_dtype_that_is_taken_back():
+    op = Cast()
+    box = ops.Sequential(ops.GELU(), op)
+    for dtype in (torch.bfloat16, torch.float16):
+        op.output_dtype = dtype
+        assert box(torch.randn(4)).dtype == dtype == op(torch.randn(4)).dtype
+        del op.output_dtype
+        assert box(torch.randn(4)).dtype == torch.float32 == op(torch.randn(4)).dtype
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_an_op_declares_other_dtypes_of_results(dtype, compiled):
@@ -184,6 +203,10 @@ def test_an_op_that_returns_integers_has_no_gradient():
 def test_dtypes_of_results_that_are_none():
     op = Ranked("float32")
     with pytest.raises(TypeError, match="Ranked: expected output_dtype and extra_output_dtypes to be torch dtypes or None, got str. Leave them out"):
+        op(torch.randn(3))
+    op = Ranked()
+    op.extra_output_dtypes = None
+    with pytest.raises(TypeError, match="Ranked: expected extra_output_dtypes to be a tuple or a list, got NoneType. Leave it out where extra outputs have"):
         op(torch.randn(3))
     op = Ranked()
     op.extra_output_dtypes = (None, torch.int64)

@@ -62,10 +62,6 @@ def test_the_one_piece_form_of_a_split_op_is_callable():
     assert torch.equal(y, 2 * x) and torch.equal(extra[0][0], 3 * x) and ctxs[0].factors == (2, 3)
 
 
-class Pair(ops.FusedOperation):
-    """Two ops one after the other."""
-
-
 def test_arguments_per_call():
     sin, plain = WholeSin(), ops.GELU()
     box = ops.Sequential(plain, sin)
@@ -83,7 +79,7 @@ def test_arguments_per_call():
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         box(x, op_kwargs={sin: {"other": 1}})
     text = "GELU: expected no arguments of a call, got an unexpected keyword argument 'shift'. Leave it out."
-    calls = [lambda: plain(x, shift=1), lambda: box(x, op_kwargs={plain: {"shift": 1}}), lambda: Pair([plain, sin])(x, basic_op_kwargs=[{"shift": 1}, {}])]
+    calls = [lambda: plain(x, shift=1), lambda: box(x, op_kwargs={plain: {"shift": 1}}), lambda: ops.FusedOperation([plain, sin])(x, basic_op_kwargs=[{"shift": 1}, {}])]
     for call in calls:
         with pytest.raises(TypeError, match=text):
             call()

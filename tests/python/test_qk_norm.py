@@ -151,8 +151,7 @@ def test_under_a_recipe_and_a_memory_budget():
     block = normed_block()
     x, seed = torch.randn(2, 32, 24, requires_grad=True), torch.randn(2, 32, 24)
     want = run(block, x, seed)
-    for got, right in zip(run(ops.Sequential(*block, memory_budget=900), x, seed), want, strict=True):
-        assert torch.equal(got, right)
+    torch.testing.assert_close(run(ops.Sequential(*block, memory_budget=900), x, seed), want, rtol=0, atol=0)
     with tandem.autocast(recipe=tandem.recipe.Float8CurrentScaling()):
         run(block, x, seed)
         assert block.verify(x).passed

@@ -38,8 +38,7 @@ def step(linear: torch.nn.Module, x: torch.Tensor, recipe: Any) -> tuple[list[to
 def test_the_bits_are_those_of_kept_codes_and_no_codes_of_x_are_kept(name: str, dtype: torch.dtype) -> None:
     recipe = getattr(tandem.recipe, name)
     given, coded = (step(*product(saves, dtype=dtype), recipe()) for saves in (True, False))
-    for ours, theirs in zip(given[0], coded[0], strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(given[0], coded[0], rtol=0, atol=0)
     codes_of_x = ROWS * HIDDEN // 2 if name == "NVFP4BlockScaling" else ROWS * HIDDEN
     assert coded[1] - given[1] >= codes_of_x - 8  # scales and seeds, of a few bytes, are kept in their place
     weight_codes = HIDDEN * HIDDEN if name == "DelayedScaling" else 0
@@ -52,8 +51,7 @@ def test_a_cast_input_is_cast_again() -> None:
         linear, x = product(saves)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             kept.append(step(linear, x, tandem.recipe.Float8CurrentScaling()))
-    for ours, theirs in zip(kept[0][0], kept[1][0], strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(kept[0][0], kept[1][0], rtol=0, atol=0)
     assert kept[0][1] <= 16 < kept[1][1]
 
 
@@ -69,8 +67,7 @@ def test_behind_another_op_its_result_is_kept() -> None:
             y = box(x)
         y.square().sum().backward()
         results.append((y, x.grad, box[1].weight.grad, box.saved_bytes()))
-    for ours, theirs in zip(results[0][:3], results[1][:3], strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(results[0][:3], results[1][:3], rtol=0, atol=0)
     assert results[0][3] - results[1][3] > 3 * ROWS * HIDDEN - 64
 
 
@@ -78,8 +75,7 @@ def test_behind_another_op_its_result_is_kept() -> None:
 def test_with_an_override_of_backward(override: str) -> None:
     recipe = tandem.recipe.Float8CurrentScaling
     given, coded = (step(*product(saves), recipe(backward_override=override)) for saves in (True, False))
-    for ours, theirs in zip(given[0], coded[0], strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(given[0], coded[0], rtol=0, atol=0)
     assert given[1] <= 16
 
 
@@ -135,8 +131,7 @@ def test_compiled(name: str, fresh_dynamo: None) -> None:
         results.append([y, x.grad, linear.weight.grad])
     if name == "NVFP4BlockScaling":  # compiled code draws other seeds
         return
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_plain_functions_leave_the_codes_out() -> None:

@@ -7,10 +7,6 @@ import tandem.ops as ops
 from tandem.ops.fuser import OperationFuser
 
 
-def channel(op, name, direction="input"):
-    return op.set_extra_input_channel(0, name) if direction == "input" else op.set_extra_output_channel(0, name)
-
-
 def captured():
     op = ops.AddExtraInput()
     op(torch.ones(1), torch.ones(1))
@@ -28,11 +24,11 @@ class OnlyOpForward(ops.BasicOperation):
 
 
 def make(name):
-    return channel(ops.MakeExtraOutput(), name, "output")
+    return ops.MakeExtraOutput().set_extra_output_channel(0, name)
 
 
 def add(name):
-    return channel(ops.AddExtraInput(), name)
+    return ops.AddExtraInput().set_extra_input_channel(0, name)
 
 
 def other_order(found, **_):

@@ -40,12 +40,6 @@ class TripleExtraInPlace(ops.BasicOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         return grad_output, [()], [(3 * grad_output,)]
 
-    def op_forward(self, *args, **kwargs):
-        raise NotImplementedError
-
-    def op_backward(self, *args, **kwargs):
-        raise NotImplementedError
-
 
 WRITTEN = "unchanged, as backward reads it, got an in-place write by this op. Write into a copy."
 
@@ -54,9 +48,8 @@ def test_a_write_to_what_an_earlier_op_keeps_raises():
     x = torch.randn(8, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match=WRITTEN):
         ops.Sequential(Sigmoid(), DoubleInPlace())(x)
-    start, end = ops.MakeExtraOutput(), TripleExtraInPlace()
-    start.set_extra_output_channel(0, "r", output_to_caller=False)
-    end.set_extra_input_channel(0, "r")
+    start = ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False)
+    end = TripleExtraInPlace().set_extra_input_channel(0, "r")
     with pytest.raises(RuntimeError, match=WRITTEN):
         ops.Sequential(ops.Linear(16, 16), start, ops.SiLU(), end)(x)
 
