@@ -114,15 +114,9 @@ struct KeptWithin {
   std::vector<KeptChoice> choices;
 };
 
-struct Plan {
-  /// A number that no other plan of the process has.
-  const uint64_t number = next_number();
-
+/// The parts of a plan that the passes of the planner change in turn.
+struct PlanParts {
   std::vector<Type> types;
-  /// For each value the index of its first tensor, or its index among opaque values or shapes.
-  std::vector<uint32_t> slot_of;
-  size_t tensor_slots = 0, opaques = 0, shapes = 0;
-
   /// The main operand, then the extra inputs.
   Values inputs;
   Values params;
@@ -140,21 +134,34 @@ struct Plan {
   std::vector<StateHolder> state_holders;
   /// The main output, then the extra outputs that the caller gets.
   Values outputs;
-  /// Whether each output is floating and depends on a tensor that requires grad.
-  std::vector<bool> output_requires_grad;
-
   Steps forward;
   /// Every step that any mask may need, in a valid order. Only joint fusions are made.
   Steps backward;
+  /// The gradient of each output; Value::none where the output needs none.
+  Values output_gradients;
+  /// The gradients of inputs, then of parameters; Value::none where a gradient is not required.
+  Values gradients;
+  bool runs_user_code = false;
+  /// The label of an op without a composite form, or empty.
+  std::string no_composite;
+};
+
+struct Plan : PlanParts {
+  /// A number that no other plan of the process has.
+  const uint64_t number = next_number();
+
+  /// For each value the index of its first tensor, or its index among opaque values or shapes.
+  std::vector<uint32_t> slot_of;
+  size_t tensor_slots = 0, opaques = 0, shapes = 0;
+
+  /// Whether each output is floating and depends on a tensor that requires grad.
+  std::vector<bool> output_requires_grad;
+
   /// The values of any format that forward keeps for backward, in the order of their first use
   /// there.
   Values kept;
   /// For each value its index in `kept`, or -1.
   std::vector<int32_t> kept_at;
-  /// The gradient of each output.
-  Values output_gradients;
-  /// The gradients of inputs, then of parameters; Value::none where a gradient is not required.
-  Values gradients;
   /// For each gradient whether backward only adds it to a buffer.
   std::vector<bool> absorbed;
   std::vector<Decision> decisions;
@@ -164,11 +171,8 @@ struct Plan {
   bool is_quantized = false;
   bool mutates_buffers_in_forward = false, mutates_buffers_in_backward = false;
   bool uses_state_in_backward = false;
-  bool runs_user_code = false;
   bool needs_backward = false;
   std::vector<Overwritten> overwritten;
-  /// The label of an op without a composite form, or empty.
-  std::string no_composite;
 
   /// The fusions that the backward pass applies to the program of each mask.
   std::shared_ptr<const struct BackwardFusions> backward_fusions;

@@ -151,7 +151,7 @@ class Verification {
     for (int m = 0; m <= masks && report_.passed; ++m) {
       choose(m == 0 ? nullptr : &random, forward);
       Replay reference = with_backward(forward);
-      note_users(decisions());
+      note_users(decisions_of(*fused_.plan, mask_));
       Failure failure = compare(fused_, forward, reference);
       if (failure.text.empty() && m > 0) failure = compare_laid(random);
       if (failure.text.empty()) continue;
@@ -382,16 +382,6 @@ class Verification {
     return gradients;
   }
 
-  /// The decisions about fusions in the fused plan and this mask's backward.
-  std::vector<Decision> decisions() const {
-    std::vector<Decision> decisions = fused_.plan->decisions;
-    if (fused_.plan->needs_backward) {
-      const auto backward = backward_plan(*fused_.plan, mask_);
-      decisions.insert(decisions.end(), backward->decisions.begin(), backward->decisions.end());
-    }
-    return decisions;
-  }
-
   void note_users(const std::vector<Decision>& decisions) {
     for (const Decision& decision : decisions) {
       if (!decision.is_users) continue;
@@ -415,7 +405,7 @@ class Verification {
   /// Names of the fusions that the fused plan has made, in order.
   std::vector<std::string> fusions() const {
     std::vector<std::string> names;
-    for (const Decision& decision : decisions())
+    for (const Decision& decision : decisions_of(*fused_.plan, mask_))
       if (decision.reason.empty() &&
           std::find(names.begin(), names.end(), decision.fusion) == names.end())
         names.push_back(decision.fusion);

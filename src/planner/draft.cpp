@@ -29,6 +29,15 @@ Values OperandTable::written(std::string_view name, bool backward) const {
   return values(kind_->write(name, backward));
 }
 
+Value Draft::add_codes(Value of, const Quantizer& quantizer, Direction direction, Origin origin,
+                       const char* which) {
+  Type type{dtype(of), Format::codes, origin, Value::none,
+            name(of) + " in " + std::string(format_name(quantizer)) + which};
+  type.quantizer = &quantizer;
+  type.direction = direction;
+  return add(std::move(type));
+}
+
 Step step_of_op(const OpNode& node, const OpStep& resolved, Part part,
                 const OperandTable& operands) {
   const OpDef& def = node.kind->def;

@@ -92,40 +92,30 @@ struct ArgumentCodes {
 
 /// A plan before it is finished, unfused at first. Casts, sums of gradients, seeds and points of
 /// rounding are steps; renames have no step of their own.
-struct Draft {
-  std::vector<Type> types;
-  Values inputs, params, buffers, workspaces, state, outputs;
-  /// Row codes and column codes of each input and parameter that comes in codes; Value::none if a
-  /// direction is absent.
-  Values argument_codes;
+struct Draft : PlanParts {
   /// Keyed by the value that stands for the dequantized numbers.
   std::map<Value, ArgumentCodes> codes_of_arguments;
   /// Values that forward keeps so that backward can quantize them: the op demands that.
   Values quantized_again;
-  /// The weights whose tensors `workspaces` holds.
-  std::vector<CachedWeight> cached_weights;
-  /// The modules whose tensors `state` holds.
-  std::vector<StateHolder> state_holders;
   /// Whether the call records gradients.
   bool grad_mode = false;
-  Steps forward, backward;
   /// By value of forward: whether it requires a gradient.
   std::vector<bool> requires_grad;
-  /// By output: the gradient that the caller gives; Value::none if the output needs none.
-  Values output_gradients;
-  /// The gradients of inputs, then of parameters.
-  Values gradients;
   /// By op of the description.
   std::vector<OperandTable> operands;
-  /// The label of an op without a composite form; empty if all have one.
-  std::string no_composite;
-  bool runs_user_code = false;
 
-  Value add(Type type) {
+  Value add(Type type, bool needs_grad = false) {
     types.push_back(std::move(type));
-    requires_grad.push_back(false);
+    requires_grad.push_back(needs_grad);
     return static_cast<Value>(types.size() - 1);
   }
+  /// Adds one tensor that a step of forward writes.
+  Value add_result(at::ScalarType dtype, std::string name, bool needs_grad = false) {
+    return add({dtype, Format::plain, Origin::result, Value::none, std::move(name)}, needs_grad);
+  }
+  /// Adds the codes of the value `of` in one direction. `which` ends their name.
+  Value add_codes(Value of, const Quantizer& quantizer, Direction direction,
+                  Origin origin = Origin::result, const char* which = "");
   /// Adds the gradient of the value `of`.
   Value add_gradient(Value of) {
     const Type& type = types[index_of(of)];

@@ -40,14 +40,11 @@ void fuse_members(StepList& steps, const Members& members, const Fusion& fusion,
   const Match match{candidate.steps, *scope.types};
   Step step = fused_step(fusion, fusion.run, candidate.options, lookup_in(match), scope);
   step.name = candidate.name;
-  Replacement replacement(steps, members, scope, scope.is_demanded);
   Refusal refusal = fusion.refuse != nullptr ? fusion.refuse(match) : std::nullopt;
   if (!refusal) refusal = check_names(fusion, match, scope);
-  if (!refusal) refusal = replacement.check(step);
+  if (!refusal)
+    refusal = Replacement(steps, members, scope, scope.is_demanded).replace(steps, std::move(step));
   scope.note(fusion, candidate.name, candidate.place, refusal);
-  if (refusal) return;
-  replacement.drop_undemanded_writes(step);
-  replacement.apply(steps, std::move(step));
 }
 
 }  // namespace
@@ -245,9 +242,7 @@ Refusal replace_forward(StepList& forward, const StepList& backward, GroupStep a
     return scope.is_demanded(value) || !backward.readers(value).empty();
   };
   Replacement half(forward, ahead.members, scope, is_demanded);
-  if (auto refusal = half.check(ahead.step)) return "forward: " + *refusal;
-  half.drop_undemanded_writes(ahead.step);
-  half.apply(forward, std::move(ahead.step));
+  if (auto refusal = half.replace(forward, std::move(ahead.step))) return "forward: " + *refusal;
   return std::nullopt;
 }
 
@@ -279,10 +274,7 @@ void fuse_jointly(const Description& description, const UserFusions& user, const
                   FusionScope& scope, Draft& draft) {
   const auto fusions = fusions_of(Pass::joint, description, user);
   if (groups.joint.empty() && fusions.empty()) return;
-  ValueSet is_demanded(draft.types.size());
-  is_demanded.add(draft.outputs);
-  is_demanded.add(draft.gradients);
-  scope.is_demanded = is_demanded;
+  scope.is_demanded = ValueSet(draft.types.size(), {&draft.outputs, &draft.gradients});
   const auto forward_parts = parts_of(draft.forward), backward_parts = parts_of(draft.backward);
   StepList forward(std::move(draft.forward), draft.types.size()),
       backward(std::move(draft.backward), draft.types.size());

@@ -26,6 +26,12 @@ Step step_of(StepKind kind, std::string_view name, Run run, Names read_names, Va
 /// No ownership is needed: quantizers are never destroyed.
 Options as_options(const Quantizer& quantizer) { return {std::shared_ptr<void>(), &quantizer}; }
 
+/// Makes a step run after these gradients are known.
+void put_behind(Step& step, const Values& gradients) {
+  step.read_names.insert(step.read_names.end(), gradients.size(), "gradient");
+  step.reads.insert(step.reads.end(), gradients.begin(), gradients.end());
+}
+
 Step state_step(StepKind kind, std::string_view name, Run run, const StateSlot& slot,
                 Values first) {
   Names read_names;
@@ -145,8 +151,7 @@ Step again_step(const Step& forward, Values writes) {
 
 Step behind_step(Value x, const Values& gradients, Value y) {
   Step step = step_of(StepKind::behind, "behind", glue::behind, {"x"}, {x}, {"y"}, {y});
-  step.read_names.insert(step.read_names.end(), gradients.size(), "gradient");
-  step.reads.insert(step.reads.end(), gradients.begin(), gradients.end());
+  put_behind(step, gradients);
   return step;
 }
 
@@ -157,9 +162,7 @@ Step dequantize_step(Value codes, Value y) {
 
 Value add_handed_over(Draft& draft, Value row, Value column, Value of) {
   const bool needs_grad = draft.needs_grad(of);
-  const Value y = draft.add(
-      {draft.dtype(of), Format::plain, Origin::result, Value::none, draft.name(of) + " in codes"});
-  draft.requires_grad[index_of(y)] = needs_grad;
+  const Value y = draft.add_result(draft.dtype(of), draft.name(of) + " in codes", needs_grad);
   if (!exists(row)) std::swap(row, column);
   const bool copies = std::ranges::any_of(draft.forward, [&](const Step& step) {
     return step.kind == StepKind::hand_over && step.reads[0] == row;
@@ -184,12 +187,6 @@ Step step_of_weight(const char* name, Run run, const Values& weight, const Value
                       {"row_codes", "column_codes"}, {codes.begin(), codes.end()});
   step.options = {std::make_shared<glue::OfWeight>(glue::OfWeight{&quantizer, weight.size()})};
   return step;
-}
-
-/// Makes a step of a weight run after these gradients are known.
-void put_behind(Step& step, const Values& gradients) {
-  step.read_names.insert(step.read_names.end(), gradients.size(), "gradient");
-  step.reads.insert(step.reads.end(), gradients.begin(), gradients.end());
 }
 }  // namespace
 

@@ -240,14 +240,9 @@ void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScop
       GroupStep made =
           step_of_group(steps, group, scope, group.fusion->run, scope.pass == Pass::backward);
       refusal = made.refusal;
-      if (!refusal) {
-        Replacement replacement(steps, made.members, scope, scope.is_demanded);
-        refusal = replacement.check(made.step);
-        if (!refusal) {
-          replacement.drop_undemanded_writes(made.step);
-          replacement.apply(steps, std::move(made.step));
-        }
-      }
+      if (!refusal)
+        refusal = Replacement(steps, made.members, scope, scope.is_demanded)
+                      .replace(steps, std::move(made.step));
     }
     scope.note(*group.fusion, group.fusion->name, place_of(group), refusal);
   }

@@ -50,8 +50,8 @@ class ForwardLowering {
                                : i == 0  ? "x"
                                          : "extra " + std::to_string(i - 1);
       const Value value = draft_.add({traits.dtype, Format::plain,
-                                      is_input ? Origin::input : Origin::param, Value::none, name});
-      draft_.requires_grad.back() = traits.requires_grad;
+                                      is_input ? Origin::input : Origin::param, Value::none, name},
+                                     traits.requires_grad);
       (is_input ? draft_.inputs : draft_.params).push_back(value);
       (is_input ? flow_.inputs : flow_.params).push_back(new_flow(value));
     }
@@ -75,15 +75,11 @@ class ForwardLowering {
     const bool is_input = traits.tensor < inputs;
     const size_t place = is_input ? traits.tensor : traits.tensor - inputs;
     const Flow from = (is_input ? flow_.inputs : flow_.params)[place];
-    const at::ScalarType dtype = draft_.dtype(from.value);
     const std::string name = draft_.name(from.value);
     ArgumentCodes codes{traits.quantizer};
     const auto add = [&](Direction direction) {
-      Type coded{dtype, Format::codes, is_input ? Origin::input : Origin::param, Value::none,
-                 name + " in " + std::string(format_name(*traits.quantizer))};
-      coded.quantizer = traits.quantizer;
-      coded.direction = direction;
-      return draft_.add(std::move(coded));
+      return draft_.add_codes(from.value, *traits.quantizer, direction,
+                              is_input ? Origin::input : Origin::param);
     };
     if (traits.row) codes.codes[0] = add(Direction::row);
     if (serves_both_directions(*traits.quantizer)) {
@@ -94,8 +90,8 @@ class ForwardLowering {
     draft_.argument_codes.push_back(codes.codes[0]);
     draft_.argument_codes.push_back(codes.codes[1] == codes.codes[0] ? Value::none
                                                                      : codes.codes[1]);
-    const Flow plain = new_flow(draft_.add(result_type(dtype, name + " decoded")));
-    draft_.requires_grad[index_of(plain.value)] = draft_.needs_grad(from.value);
+    const Flow plain = new_flow(draft_.add_result(draft_.dtype(from.value), name + " decoded",
+                                                  draft_.needs_grad(from.value)));
     TORCH_CHECK_VALUE(traits.row || !traits.quantizer->hadamard, name,
                       ": expected a parameter with codes of rows, got rotated codes of columns ",
                       "alone, which do not tell its numbers. Quantize it with rowwise=True.");
@@ -137,9 +133,8 @@ class ForwardLowering {
                      ", in which the op computes, got ", dtype_name(draft_.dtype(value)),
                      ". Convert it before the call, or convert the module.");
     check_differentiable(draft_.needs_grad(value), dtype, op);
-    const Flow result = new_flow(
-        draft_.add(result_type(dtype, draft_.name(value) + " as " + c10::toString(dtype))));
-    draft_.requires_grad[index_of(result.value)] = draft_.needs_grad(value);
+    const Flow result = new_flow(draft_.add_result(
+        dtype, draft_.name(value) + " as " + c10::toString(dtype), draft_.needs_grad(value)));
     draft_.forward.push_back(cast_step(value, result.value));
     flow_.events.push_back({Event::cast, npos, from, result});
     return casts_[{value, dtype}] = result;
@@ -272,8 +267,7 @@ class ForwardLowering {
     if (known != joined_.end()) return known->second;
     const std::string name = draft_.name(values[0]);
     const Flow result = new_flow(
-        draft_.add(result_type(draft_.dtype(values[0]), name.substr(0, name.rfind(" part ")))));
-    draft_.requires_grad[index_of(result.value)] = any_grad;
+        draft_.add_result(draft_.dtype(values[0]), name.substr(0, name.rfind(" part ")), any_grad));
     draft_.forward.push_back(join_step(values, result.value));
     flow_.events.push_back({Event::join, npos, {}, result, std::move(parts)});
     join_codes(values, result.value);
@@ -301,11 +295,8 @@ class ForwardLowering {
         result.codes[direction] = result.codes[0];
         continue;
       }
-      Type type{draft_.dtype(whole), Format::codes, Origin::result, Value::none,
-                draft_.name(whole) + " in " + std::string(format_name(*result.quantizer))};
-      type.quantizer = result.quantizer;
-      type.direction = static_cast<Direction>(direction);
-      result.codes[direction] = draft_.add(std::move(type));
+      result.codes[direction] =
+          draft_.add_codes(whole, *result.quantizer, static_cast<Direction>(direction));
       draft_.forward.push_back(join_codes_step(codes, result.codes[direction]));
     }
     draft_.codes_of_arguments[whole] = result;
@@ -367,8 +358,7 @@ class ForwardLowering {
       const bool is_differentiable =
           (c10::isFloatingType(type.dtype) || c10::isComplexType(type.dtype)) &&
           (result.kind == ResultDef::computed || operand == op.first_result);
-      const Value value = draft_.add(std::move(type));
-      draft_.requires_grad[index_of(value)] = any_grad && is_differentiable;
+      const Value value = draft_.add(std::move(type), any_grad && is_differentiable);
       operands.bind(operand, new_flow(value));
       if (result.kind == ResultDef::seed)
         draft_.forward.push_back(seed_step(draft_.inputs[0], value));
@@ -408,9 +398,7 @@ class ForwardLowering {
     const auto behind = [&](Flow x, bool is_view) {
       Type type = result_type(draft_.dtype(x.value), node.label + ".y");
       if (is_view) type.view_of = x.value;
-      const Flow result = new_flow(draft_.add(std::move(type)));
-      draft_.requires_grad[index_of(result.value)] = draft_.needs_grad(x.value);
-      return result;
+      return new_flow(draft_.add(std::move(type), draft_.needs_grad(x.value)));
     };
     if (options.forward) {
       const Flow x = y;

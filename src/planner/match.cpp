@@ -1,6 +1,7 @@
 #include "planner/match.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <map>
@@ -77,13 +78,6 @@ void check_optional(const Fusion& fusion, size_t place) {
                     ". Count from 0.");
 }
 
-template <typename Listed>
-std::string joined(const Listed& names) {
-  std::string text;
-  for (const auto& name : names) text.append(text.empty() ? "" : ", ").append(name);
-  return text;
-}
-
 void check_named(const Fusion& fusion, size_t place, std::string_view name,
                  const KnownSteps& known) {
   std::set<std::string> steps, of_this_op;
@@ -94,7 +88,7 @@ void check_named(const Fusion& fusion, size_t place, std::string_view name,
   }
   TORCH_CHECK_VALUE(steps.contains(std::string(name)), "fusion \"", fusion.name,
                     "\": expected step ", place, " of its pattern to be one of ",
-                    joined(of_this_op.empty() ? steps : of_this_op), " in the ",
+                    c10::Join(", ", of_this_op.empty() ? steps : of_this_op), " in the ",
                     pass_name(fusion.pass), " pass, got \"", shown(name),
                     "\". Register the op before the fusion, or name another step.");
 }
@@ -104,8 +98,8 @@ void check_link(const Fusion& fusion, size_t place, std::string_view whose,
                 const std::set<std::string_view>& names, std::string_view link) {
   TORCH_CHECK_VALUE(link.empty() || link == kAnyRead || names.empty() || names.contains(link),
                     "fusion \"", fusion.name, "\": expected step ", place,
-                    " of its pattern to be reached through one of ", joined(names), " of ", whose,
-                    ", got \"", shown(link), "\". Name one of them.");
+                    " of its pattern to be reached through one of ", c10::Join(", ", names), " of ",
+                    whose, ", got \"", shown(link), "\". Name one of them.");
 }
 
 /// The value through which a chain leaves a step towards `next`: what the step writes under the

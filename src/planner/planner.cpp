@@ -36,8 +36,7 @@ void note_what_comes_late(Draft& draft) {
 void finish_forward(const Description& description, const UserFusions& user,
                     const std::vector<OpGroup>& groups, FusionScope& scope,
                     const Values& may_be_kept, Draft& draft, Plan& plan) {
-  ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept});
-  is_demanded.add(may_be_kept);
+  const ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept, &may_be_kept});
   drop_dead_steps(draft.forward, draft.types, is_demanded, [](size_t) { return true; });
   if (std::ranges::any_of(draft.forward,
                           [](const Step& step) { return step.phase != Phase::compute; }))
@@ -60,10 +59,9 @@ void settle_forward(Draft& draft, const Plan& plan) {
     drop_dead_steps(draft.forward, draft.types, is_demanded, [](size_t) { return true; });
   const ValueSet is_there(draft.types.size(), {&draft.inputs, &draft.params, &draft.argument_codes,
                                                &draft.workspaces, &draft.state, &draft.buffers});
-  ValueSet stays = is_demanded;
-  for (const Values* list : {&draft.inputs, &draft.params, &draft.argument_codes, &draft.workspaces,
-                             &draft.state, &draft.buffers})
-    stays.add(*list);
+  ValueSet stays = is_there;
+  stays.add(draft.outputs);
+  stays.add(plan.kept);
   find_dead(draft.forward, stays.flags());
   check_reads(draft.forward, is_there.flags(), draft.types);
 }
@@ -116,14 +114,13 @@ void note_overwritten(Plan& plan) {
   }
 }
 
-void check_required(const Description& description, Plan& plan) {
+void check_required(const Description& description, const Plan& plan) {
   if (description.required_fusions.empty()) return;
-  if (const auto full = plan.needs_backward ? full_backward(plan) : nullptr)
-    plan.decisions.insert(plan.decisions.end(), full->decisions.begin(), full->decisions.end());
+  const std::vector<Decision> decisions = decisions_of(plan, full_mask(plan));
   for (const std::string& name : description.required_fusions) {
     std::string reasons;
     bool made = false;
-    for (const Decision& decision : plan.decisions) {
+    for (const Decision& decision : decisions) {
       if (decision.fusion != name) continue;
       made |= decision.reason.empty();
       if (!decision.reason.empty())
@@ -154,20 +151,8 @@ void take_over(Draft& draft, Plan& plan) {
     draft.types[v].requires_grad = draft.requires_grad[v];
   for (const Value output : draft.outputs)
     plan.output_requires_grad.push_back(draft.requires_grad[index_of(output)]);
-  plan.types = std::move(draft.types);
-  plan.inputs = std::move(draft.inputs);
-  plan.params = std::move(draft.params);
-  plan.buffers = std::move(draft.buffers);
-  plan.workspaces = std::move(draft.workspaces);
-  plan.argument_codes = std::move(draft.argument_codes);
-  plan.state = std::move(draft.state);
-  plan.state_holders = std::move(draft.state_holders);
-  plan.cached_weights = std::move(draft.cached_weights);
-  plan.outputs = std::move(draft.outputs);
-  plan.forward = std::move(draft.forward);
-  plan.backward = std::move(draft.backward);
-  plan.output_gradients = std::move(draft.output_gradients);
-  plan.gradients = std::move(draft.gradients);
+  PlanParts& parts = plan;
+  parts = std::move(draft);
   plan.absorbed.assign(plan.gradients.size(), false);
   for (const Step& step : plan.backward)
     for (const uint32_t gradient : step.absorbs) plan.absorbed[gradient] = true;
@@ -180,9 +165,7 @@ void take_over(Draft& draft, Plan& plan) {
   plan.mutates_buffers_in_backward = std::ranges::any_of(plan.backward, mutates_buffers);
   plan.uses_state_in_backward = std::ranges::any_of(
       plan.backward, [](const Step& step) { return step.kind == StepKind::take_scale; });
-  plan.runs_user_code = draft.runs_user_code;
   for (const Step& step : plan.forward) plan.runs_user_code |= step.runs_user_code;
-  plan.no_composite = draft.no_composite;
 }
 
 }  // namespace
@@ -243,13 +226,26 @@ std::shared_ptr<const BackwardPlan> backward_plan(const Plan& plan, const Backwa
   return plan.backward_plans.insert(mask, slice_backward(plan, mask));
 }
 
-std::shared_ptr<const BackwardPlan> full_backward(const Plan& plan) {
+BackwardMask full_mask(const Plan& plan) {
   BackwardMask all;
   for (size_t i = 0; i < plan.outputs.size(); ++i)
     all.given.push_back(exists(plan.output_gradients[i]));
   for (size_t i = 0; i < plan.gradients.size(); ++i)
     all.requested.push_back(exists(plan.gradients[i]) || plan.absorbed[i]);
-  return backward_plan(plan, all);
+  return all;
+}
+
+std::shared_ptr<const BackwardPlan> full_backward(const Plan& plan) {
+  return backward_plan(plan, full_mask(plan));
+}
+
+std::vector<Decision> decisions_of(const Plan& plan, const BackwardMask& mask) {
+  std::vector<Decision> decisions = plan.decisions;
+  if (plan.needs_backward) {
+    const auto backward = backward_plan(plan, mask);
+    decisions.insert(decisions.end(), backward->decisions.begin(), backward->decisions.end());
+  }
+  return decisions;
 }
 
 }  // namespace tandem

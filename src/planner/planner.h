@@ -32,7 +32,13 @@ std::vector<CachedParams> cached_params(const Description& description, const Pl
 /// The backward program for a mask: sliced, then fused by the backward pass. The plan caches it.
 std::shared_ptr<const BackwardPlan> backward_plan(const Plan& plan, const BackwardMask& mask);
 
-/// The backward program for which every gradient is given and requested; `explain` shows it.
+/// The mask in which every gradient is given and requested, and its backward program, which
+/// `explain` shows.
+BackwardMask full_mask(const Plan& plan);
 std::shared_ptr<const BackwardPlan> full_backward(const Plan& plan);
+
+/// The decisions on fusions in the plan, and in the backward program of a mask if the plan needs
+/// backward.
+std::vector<Decision> decisions_of(const Plan& plan, const BackwardMask& mask);
 
 }  // namespace tandem

@@ -8,14 +8,16 @@
 namespace tandem {
 
 void QuantizeGroups::quantize(Step& step, size_t read, const OpStep::ContractOf& contract,
-                              size_t place, const Quantizer& quantizer, Steps& steps) {
+                              const Quantizer& quantizer, Steps& steps) {
+  const auto& contracts = scope_.contracts_of(step);
+  step.quantizers.resize(contracts.size());
   const size_t op = step.covers[0].op;
   const Value itself = step.reads[read], plain = scope_.uncast(itself);
   if (scope_.is_calibrating() && !kernel_ops::kArithmetic.has(scope_.draft.dtype(itself))) return;
   scope_.check_dtype(itself, op);
   const bool is_weight = contract.role == Role::weight;
   if (is_weight && !scope_.is_calibrating()) step.reads[read] = plain;
-  ByGroup& own = step.quantizers[place];
+  ByGroup& own = step.quantizers[static_cast<size_t>(&contract - contracts.data())];
   own = {&quantizer, /*is_multiplied=*/!scope_.is_calibrating()};
   if (const Value value = given(op, contract.role, plain, quantizer, steps); exists(value)) {
     own.given = step.reads.size();
@@ -83,8 +85,7 @@ Value QuantizeGroups::given(size_t op, Role role, Value plain, const Quantizer& 
   const auto [known, is_new] = given_.try_emplace({op, role}, Value::none);
   if (!is_new) return known->second;
   if (given_to(quantizer) == Given::scale) {
-    known->second = scope_.draft.add({at::kFloat, Format::plain, Origin::result, Value::none,
-                                      scope_.draft.name(plain) + ".scales"});
+    known->second = scope_.draft.add_result(at::kFloat, scope_.draft.name(plain) + ".scales");
     steps.push_back(
         take_scale_step(scope_.state_of(scope_.slot_of(op, role), groups_of(op)), known->second));
   } else {

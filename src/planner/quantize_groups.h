@@ -13,11 +13,10 @@ class QuantizeGroups {
  public:
   explicit QuantizeGroups(QuantizeScope& scope) : scope_(scope) {}
 
-  /// `read`: the operand's index among the step's reads; `place`: the index of `contract` among the
-  /// step's contracts.
+  /// `read`: the operand's index among the step's reads; `contract`: one of the step's contracts.
   ///
   /// Throws: what QuantizeScope::check_dtype and QuantizeScope::state_of throw.
-  void quantize(Step& step, size_t read, const OpStep::ContractOf& contract, size_t place,
+  void quantize(Step& step, size_t read, const OpStep::ContractOf& contract,
                 const Quantizer& quantizer, Steps& steps);
 
   /// The steps that record amaxes of the operands so far. They belong at the end: a fusion of

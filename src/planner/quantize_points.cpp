@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <optional>
 #include <tuple>
 
 #include "kernel_ops/framework/kernel_op.h"
@@ -108,7 +109,6 @@ class QuantizePoints {
     }
     const Part part = step.covers[0];
     const OpNode& op = scope_.description.ops[part.op];
-    const auto& contracts = scope_.contracts_of(step);
     const Values plain = step.reads;
     std::vector<size_t> coded, uncoded;
     bool is_any_by_group = false;
@@ -122,9 +122,7 @@ class QuantizePoints {
           value = codes_of(value, contract, part.op, *quantizer, steps, codes, slot);
         if (contract.role == Role::grad_output) gradient_ = value;
       } else if (quantizer != nullptr) {
-        step.quantizers.resize(contracts.size());
-        groups_.quantize(step, read, contract, static_cast<size_t>(&contract - contracts.data()),
-                         *quantizer, steps);
+        groups_.quantize(step, read, contract, *quantizer, steps);
         is_any_by_group = true;
       }
       (quantizer != nullptr ? coded : uncoded).push_back(read);
@@ -162,11 +160,7 @@ class QuantizePoints {
 
   /// Checks that both operands of a product are rotated or neither is: then the rotation cancels.
   void check_rotation(const Step& step) const {
-    struct Operand {
-      size_t read;
-      bool is_rotated;
-    };
-    std::vector<Operand> factors;
+    std::optional<std::pair<size_t, bool>> first;  // a read, and whether it is rotated
     const auto& contracts = scope_.contracts_of(step);
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
       const Type& type = scope_.draft.types[index_of(step.reads[read])];
@@ -175,16 +169,16 @@ class QuantizePoints {
           place < step.quantizers.size() ? step.quantizers[place].quantizer : nullptr;
       const Quantizer* const quantizer = type.format == Format::codes ? type.quantizer : by_group;
       const Direction along = type.format == Format::codes ? type.direction : contract.along;
-      factors.push_back(
-          {read, quantizer != nullptr && quantizer->hadamard && along == Direction::column});
-    });
-    for (const Operand& factor : factors)
-      TORCH_CHECK_VALUE(factor.is_rotated == factors[0].is_rotated, step.name,
+      const bool is_rotated =
+          quantizer != nullptr && quantizer->hadamard && along == Direction::column;
+      if (!first) first = {read, is_rotated};
+      TORCH_CHECK_VALUE(is_rotated == first->second, step.name,
                         ": expected operands that are both rotated or both not, got ",
-                        scope_.draft.name(step.reads[factors[0].read]), " and ",
-                        scope_.draft.name(step.reads[factor.read]),
+                        scope_.draft.name(step.reads[first->first]), " and ",
+                        scope_.draft.name(step.reads[read]),
                         ", of which one is. Give with_rht to the ",
                         "quantizers of inputs and gradients, and to no weight's.");
+    });
   }
 
   /// The dequantized values of codes, in a dtype.
@@ -192,8 +186,7 @@ class QuantizePoints {
     const auto [known, is_new] =
         decoded_.try_emplace({codes, dtype, scope_.is_backward}, Value::none);
     if (is_new) {
-      known->second = scope_.draft.add({dtype, Format::plain, Origin::result, Value::none,
-                                        scope_.draft.name(codes) + " decoded"});
+      known->second = scope_.draft.add_result(dtype, scope_.draft.name(codes) + " decoded");
       steps.push_back(dequantize_step(codes, known->second));
     }
     return known->second;
@@ -203,17 +196,12 @@ class QuantizePoints {
   /// not quantized.
   void read_decoded(Step& step, Steps& steps, CodesByKey& codes) {
     const size_t op = step.covers[0].op;
-    const auto& contracts = scope_.contracts_of(step);
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
       const Quantizer* const quantizer = requested(contract.role, op, slot);
       if (contract.role == Role::grad_output || quantizer == nullptr) return;
       if (is_numbers_of(step.reads[read], contract, *quantizer)) return;
-      if (is_by_group(contract, op)) {  // the gradient has no codes: the step dequantizes row codes
-        step.quantizers.resize(contracts.size());
-        return groups_.quantize(step, read, contract,
-                                static_cast<size_t>(&contract - contracts.data()), *quantizer,
-                                steps);
-      }
+      if (is_by_group(contract, op))  // the gradient has no codes: the step dequantizes row codes
+        return groups_.quantize(step, read, contract, *quantizer, steps);
       Value& value = step.reads[read];
       note_original(value, contract, scope_.description.ops[op]);
       OpStep::ContractOf forward = contract;
@@ -324,11 +312,7 @@ class QuantizePoints {
 
   Representations add_codes(Value plain, const Quantizer& quantizer) {
     const auto add = [&](Direction direction, const char* which) {
-      Type type{scope_.draft.dtype(plain), Format::codes, Origin::result, Value::none,
-                scope_.draft.name(plain) + " in " + std::string(format_name(quantizer)) + which};
-      type.quantizer = &quantizer;
-      type.direction = direction;
-      return scope_.draft.add(std::move(type));
+      return scope_.draft.add_codes(plain, quantizer, direction, Origin::result, which);
     };
     if (serves_both_directions(quantizer)) {
       const Value both = add(Direction::row, "");
@@ -349,8 +333,7 @@ class QuantizePoints {
     const Quantizer& quantizer = *key.quantizer;
     const Representations result =
         scope_.is_calibrating() ? Representations{{plain, plain}} : add_codes(plain, quantizer);
-    const Value amax = scope_.draft.add({at::kFloat, Format::plain, Origin::result, Value::none,
-                                         scope_.draft.name(plain) + ".amax"});
+    const Value amax = scope_.draft.add_result(at::kFloat, scope_.draft.name(plain) + ".amax");
     const auto [row, column] = result.codes;
     const GroupValues group{scope_.is_calibrating() ? Value::none : row,
                             column == row ? Value::none : column, amax};
@@ -366,8 +349,7 @@ class QuantizePoints {
       quantize(scope_.seed_of(plain, quantizer, steps));
     } else {
       const StateSlot slot = scope_.state_of(key.slot);
-      const Value scale = scope_.draft.add({at::kFloat, Format::plain, Origin::result, Value::none,
-                                            scope_.draft.name(plain) + ".scale"});
+      const Value scale = scope_.draft.add_result(at::kFloat, scope_.draft.name(plain) + ".scale");
       steps.push_back(take_scale_step(slot, scale));
       quantize(scale);
       steps.push_back(record_amax_step(slot, amax, scope_.draft.grad_mode));

@@ -73,8 +73,7 @@ StateSlot QuantizeScope::state_of(const Slot& slot, size_t groups) {
 
 Value QuantizeScope::seed_of(Value plain, const Quantizer& quantizer, Steps& steps) {
   if (given_to(quantizer) != Given::seed) return Value::none;
-  const Value seed = draft.add(
-      {at::kLong, Format::plain, Origin::result, Value::none, draft.name(plain) + ".seed"});
+  const Value seed = draft.add_result(at::kLong, draft.name(plain) + ".seed");
   const Step draw = seed_step(draft.inputs[0], seed);
   if (is_backward) {
     draft.forward.insert(draft.forward.begin(), draw);

@@ -128,6 +128,13 @@ Replacement::Replacement(const StepList& steps, Members members, const FusionSco
   std::sort(members_.begin(), members_.end());
 }
 
+Refusal Replacement::replace(StepList& steps, Step fused) {
+  if (auto refusal = check(fused)) return refusal;
+  drop_undemanded_writes(fused);
+  apply(steps, std::move(fused));
+  return std::nullopt;
+}
+
 Refusal Replacement::check(const Step& fused) {
   for (const auto& rule : {&Replacement::check_demanded, &Replacement::check_reads,
                            &Replacement::check_writes, &Replacement::check_mutations})

@@ -62,6 +62,12 @@ class Replacement {
   Replacement(const StepList& steps, Members members, const FusionScope& scope,
               const std::function<bool(Value)>& is_demanded, bool only_gradients = false);
 
+  /// Replaces the members by `fused`, without the writes that nobody demands, unless that is
+  /// refused.
+  Refusal replace(StepList& steps, Step fused);
+
+  // The same in three parts, for a step of which another part may be refused:
+
   /// Why the members cannot become `fused`. Also finds the position of the fused step.
   Refusal check(const Step& fused);
   void drop_undemanded_writes(Step& fused) const;

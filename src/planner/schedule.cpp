@@ -9,36 +9,20 @@
 #include <queue>
 #include <set>
 #include <span>
+#include <unordered_map>
 
 namespace tandem {
 
 namespace {
 
-constexpr size_t kNobody = static_cast<size_t>(-1);
-
-void grow(std::vector<size_t>& by_value, Value value, size_t fill) {
-  if (index_of(value) >= by_value.size()) by_value.resize(index_of(value) + 1, fill);
+/// By value: the first step that writes it.
+std::unordered_map<Value, size_t> writers_of(const Steps& steps) {
+  std::unordered_map<Value, size_t> writers;
+  for (size_t s = 0; s < steps.size(); ++s)
+    for (const Value value : steps[s].writes)
+      if (exists(value)) writers.try_emplace(value, s);
+  return writers;
 }
-
-/// The step that writes a value; kNobody for one that no step writes.
-class Writers {
- public:
-  explicit Writers(const Steps& steps) {
-    for (size_t s = 0; s < steps.size(); ++s)
-      for (const Value value : steps[s].writes)
-        if (exists(value)) add(value, s);
-  }
-  void add(Value value, size_t step) {
-    grow(writers_, value, kNobody);
-    if (writers_[index_of(value)] == kNobody) writers_[index_of(value)] = step;
-  }
-  size_t of(Value value) const {
-    return exists(value) && index_of(value) < writers_.size() ? writers_[index_of(value)] : kNobody;
-  }
-
- private:
-  std::vector<size_t> writers_;
-};
 
 /// The steps that read a value.
 class Readers {
@@ -214,16 +198,16 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
 }
 
 void schedule(Steps& steps) {
-  const Writers writers(steps);
+  const auto writers = writers_of(steps);
   std::vector<std::vector<uint32_t>> behind(steps.size());  // by step: the steps that wait for it
   std::vector<size_t> missing(steps.size());                // by step: how many it waits for
   const auto wait = [&](size_t later, size_t earlier) {
-    if (earlier == kNobody || earlier == later) return;
+    if (earlier == npos || earlier == later) return;
     behind[earlier].push_back(static_cast<uint32_t>(later));
     ++missing[later];
   };
   struct Touched {
-    size_t mutated = kNobody;
+    size_t mutated = npos;
     std::vector<size_t> read_since;
   };
   std::map<Value, Touched> touched;  // of the values that any step mutates
@@ -231,7 +215,7 @@ void schedule(Steps& steps) {
     for (const Value value : step.mutates) touched[value];
   for (size_t s = 0; s < steps.size(); ++s) {
     for (const Value value : steps[s].reads) {
-      wait(s, writers.of(value));
+      if (const auto writer = writers.find(value); writer != writers.end()) wait(s, writer->second);
       const auto found = touched.find(value);
       if (found == touched.end()) continue;
       wait(s, found->second.mutated);
@@ -264,12 +248,12 @@ void schedule(Steps& steps) {
 }
 
 Values values_from_forward(const Steps& backward, const Values& output_gradients) {
-  const Writers writers(backward);
+  const auto writers = writers_of(backward);
   std::set<Value> known(output_gradients.begin(), output_gradients.end());
   Values values;
   for (const Step& step : backward)
     for (const Value value : step.reads)
-      if (exists(value) && writers.of(value) == kNobody && known.insert(value).second)
+      if (exists(value) && !writers.contains(value) && known.insert(value).second)
         values.push_back(value);
   return values;
 }

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "core/call.h"
 #include "kernel_ops/elementwise/join.h"
@@ -84,23 +85,24 @@ class Measurement {
     rows_ = x.dim() == 0 || x.size(-1) == 0 ? 1 : x.numel() / x.size(-1);
   }
 
-  void run() {
+  /// The bytes of all values and the operations of all steps, for `rows()` rows.
+  PerRow run() {
+    PerRow all;
     for (const Step& step : draft_.forward) {
       run(Step(step));  // a copy, so that `taken` of the plan's step does not change
-      flops_.push_back(flops_of(step));
+      all.flops.push_back(flops_of(step));
     }
     for (size_t v = 0; v < draft_.types.size(); ++v) {
       int64_t bytes = 0;
       if (tensors_per_value(draft_.types[v]) != 0)
         for (const at::Tensor& tensor : frame_.tensors(static_cast<Value>(v)))
           if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
-      bytes_.push_back(static_cast<double>(bytes));
+      all.bytes.push_back(static_cast<double>(bytes));
     }
+    return all;
   }
 
   int64_t rows() const { return rows_; }
-  const std::vector<double>& bytes() const { return bytes_; }
-  const std::vector<double>& flops() const { return flops_; }
 
  private:
   std::vector<uint32_t> slots_of(const Draft& draft) {
@@ -204,7 +206,6 @@ class Measurement {
   std::vector<uint32_t> slot_of_;
   Frame frame_;
   int64_t rows_ = 1;
-  std::vector<double> bytes_, flops_;
 };
 
 bool has_rows(const PlanKey& key) {
@@ -228,17 +229,14 @@ std::vector<bool> values_behind_inputs(const Draft& draft) {
 PerRow measured(const Description& description, const PlanKey& key, const Draft& draft,
                 uint64_t grows) {
   Measurement few(description, draft, key, kFewRows, grows);
-  few.run();
-  PerRow result{few.bytes(), few.flops()};
+  PerRow result = few.run();
   double rows = static_cast<double>(few.rows());
   if (has_rows(key)) {
     Measurement many(description, draft, key, kManyRows, grows);
-    many.run();
+    const PerRow more = many.run();
     rows = static_cast<double>(many.rows() - few.rows());
-    for (size_t v = 0; v < result.bytes.size(); ++v)
-      result.bytes[v] = many.bytes()[v] - few.bytes()[v];
-    for (size_t s = 0; s < result.flops.size(); ++s)
-      result.flops[s] = many.flops()[s] - few.flops()[s];
+    std::ranges::transform(more.bytes, result.bytes, result.bytes.begin(), std::minus());
+    std::ranges::transform(more.flops, result.flops, result.flops.begin(), std::minus());
   } else {
     const std::vector<bool> behind = values_behind_inputs(draft);
     for (size_t v = 0; v < result.bytes.size(); ++v)

@@ -102,10 +102,8 @@ std::shared_ptr<const BackwardPlan> slice_backward(const Plan& plan, const Backw
   check_coverage(parts, sliced->steps, "backward");
   if (!fusions.groups.empty())  // drop sums that only the replaced steps read
     drop_dead_steps(sliced->steps, plan.types, requested, is_requested);
-  ValueSet stays = requested;
-  stays.add(plan.workspaces);
-  stays.add(plan.state);
-  stays.add(plan.buffers);
+  const ValueSet stays(value_count,
+                       {&sliced->gradients, &plan.workspaces, &plan.state, &plan.buffers});
   find_dead(sliced->steps, stays.flags());
   check_reads(sliced->steps, is_there.flags(), plan.types);
   return sliced;

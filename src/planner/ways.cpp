@@ -49,11 +49,10 @@ Ways::Ways(const BackwardBase& base, const Draft& draft, const PerRow& per_row,
   for (const Step& step : base.steps) is_of_backward_.add(step.writes);
   for (const Step& step : draft.forward)
     if (step.kind != StepKind::refresh) is_overwritten_.add(step.mutates);
-  std::vector<size_t> writer(draft.types.size(), npos);
+  writer_.assign(draft.types.size(), npos);
   for (size_t s = 0; s < draft.forward.size(); ++s)
     for (const Value value : draft.forward[s].writes)
-      if (exists(value)) writer[index_of(value)] = s;
-  writer_ = std::move(writer);
+      if (exists(value)) writer_[index_of(value)] = s;
   for (size_t b = 0; b < base.steps.size(); ++b)
     for (const Value value : base.steps[b].reads)
       if (const size_t item = item_for(value); item != npos) {
