@@ -1,10 +1,10 @@
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <sstream>
 #include <typeinfo>
 
 #include "core/json_fields.h"
@@ -23,12 +23,6 @@ struct OpRegistry {
 OpRegistry& op_registry() {
   static OpRegistry registry;
   return registry;
-}
-
-std::string joined_names(const std::vector<std::string>& names) {
-  std::ostringstream text;
-  for (const auto& name : names) text << (text.tellp() > 0 ? ", " : "") << name;
-  return text.str();
 }
 
 /// A pattern joins the names of an op and its step by '.', and alternatives by '|'. With these
@@ -76,7 +70,7 @@ const OpKind& op_kind(std::string_view name) {
     const std::lock_guard<std::mutex> lock(all.mutex);
     if (const auto found = all.ops.find(name); found != all.ops.end()) return *found->second;
   }
-  TORCH_CHECK_VALUE(false, "op: expected one of ", joined_names(op_names()), ", got \"",
+  TORCH_CHECK_VALUE(false, "op: expected one of ", c10::Join(", ", op_names()), ", got \"",
                     shown(name), "\". Register the op before the pipeline that uses it.");
 }
 

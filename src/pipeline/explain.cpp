@@ -45,12 +45,6 @@ std::vector<std::string> names(const Plan& plan, const Values& values) {
   return result;
 }
 
-std::string joined(const std::vector<std::string>& parts, const char* separator = ", ") {
-  std::string text;
-  for (const auto& part : parts) text += (text.empty() ? "" : separator) + part;
-  return text;
-}
-
 std::vector<std::string> covered(const ExplainedPlan& explained, const Step& step) {
   std::vector<std::string> parts;
   for (const Part& part : step.kind == StepKind::again ? step.repeats : step.covers) {
@@ -219,18 +213,13 @@ json plan_json(const ExplainedPlan& explained) {
   WeightsOfEachCall(explained, weights);
   if (!weights.empty()) result["codes_of_weights"] = std::move(weights);
   if (plan.within) result["memory_budget"] = within_json(plan);
-  std::vector<Decision> decisions = plan.decisions;
-  if (plan.needs_backward) {
-    const auto backward = full_backward(plan);
-    add_steps("backward", backward->steps);
-    decisions.insert(decisions.end(), backward->decisions.begin(), backward->decisions.end());
-  }
+  if (plan.needs_backward) add_steps("backward", full_backward(plan)->steps);
   for (size_t v = 0; v < plan.types.size(); ++v)
     if (const auto value = static_cast<Value>(v); used(value))
       result["values"][std::to_string(v)] = {{"name", name_of(plan, value)},
                                              {"type", type_of(plan, value)}};
   result["fusions"] = json::array();
-  for (const Decision& decision : decisions) {
+  for (const Decision& decision : decisions_of(plan, full_mask(plan))) {
     const json entry{{"fusion", decision.fusion},
                      {"at", decision.place},
                      {"made", decision.reason.empty()},
@@ -375,14 +364,9 @@ ExplainedPlan explained(std::shared_ptr<const Plan> plan, const Program& program
 
 std::vector<std::string> fusions_in(const std::vector<std::shared_ptr<const Plan>>& plans) {
   std::set<std::string> names;
-  const auto collect = [&](const std::vector<Decision>& decisions) {
-    for (const Decision& decision : decisions)
+  for (const auto& plan : plans)
+    for (const Decision& decision : decisions_of(*plan, full_mask(*plan)))
       if (decision.reason.empty()) names.insert(decision.fusion);
-  };
-  for (const auto& plan : plans) {
-    collect(plan->decisions);
-    if (plan->needs_backward) collect(full_backward(*plan)->decisions);
-  }
   return {names.begin(), names.end()};
 }
 

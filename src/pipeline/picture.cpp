@@ -1,5 +1,7 @@
 #include "pipeline/picture.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -13,12 +15,6 @@ namespace tandem {
 namespace {
 
 using nlohmann::json;
-
-std::string joined_words(const json& parts, const char* separator) {
-  std::string text;
-  for (const json& part : parts) text += (text.empty() ? "" : separator) + part.get<std::string>();
-  return text;
-}
 
 std::string number_text(const char* format, double value) {
   char text[48];
@@ -124,10 +120,10 @@ class Graph {
       DrawnNode made{is_fused ? DrawnNode::fused : DrawnNode::step,
                      node,
                      step.at("kind").get<std::string>(),
-                     is_fused ? "replaces " + joined_words(step.at("covers"), " + ") : "",
+                     is_fused ? "replaces " + joined(step.at("covers"), " + ") : "",
                      time > 0 ? number_text(time < 10 ? "%.2f us" : "%.1f us", time) : "",
                      total > 0 ? time / total : 0};
-      if (const std::string by = joined_words(step.at("implementations"), ", "); !by.empty())
+      if (const std::string by = joined(step.at("implementations")); !by.empty())
         made.title += " by " + by;
       std::set<Id> seen;
       for (const char* field : {"read_ids", "mutated_ids"})
@@ -334,6 +330,10 @@ std::string fill_of(const DrawnNode& node) {
 
 }  // namespace
 
+std::string joined(const json& texts, const char* separator) {
+  return c10::Join(separator, texts.get<std::vector<std::string>>());
+}
+
 std::string escaped(const std::string& text) {
   std::string result;
   for (const char c : text) {
@@ -404,12 +404,10 @@ std::string plan_dot(const json& plan, const StepTimes& times) {
       dot << "  " << edge.from << " -> " << edge.to << " [constraint=false, style=dashed, color=\""
           << (edge.kind == Edge::kept ? "#c98a1b\", penwidth=1.4, label=\"" + quoted : "#c4c9d4")
           << "\"]\n";
-    } else if (goes_up(edge.to)) {
-      dot << "  " << edge.to << " -> " << edge.from << " [dir=back, label=\""
-          << (is_end ? "" : quoted) << "\"]\n";
     } else {
-      dot << "  " << edge.from << " -> " << edge.to << " [label=\"" << (is_end ? "" : quoted)
-          << "\"]\n";
+      const bool up = goes_up(edge.to);
+      dot << "  " << (up ? edge.to : edge.from) << " -> " << (up ? edge.from : edge.to) << " ["
+          << (up ? "dir=back, " : "") << "label=\"" << (is_end ? "" : quoted) << "\"]\n";
     }
   }
   dot << "}\n";

@@ -12,6 +12,9 @@ namespace tandem {
 /// The text escaped for XML.
 std::string escaped(const std::string& text);
 
+/// The texts of an array, with a separator between them.
+std::string joined(const nlohmann::json& texts, const char* separator = ", ");
+
 /// The picture of a plan, given as JSON from `explain`: forward runs downwards, backward upwards
 /// beside it, and kept values stand between them.
 std::string plan_svg(const nlohmann::json& plan, const StepTimes& times);
