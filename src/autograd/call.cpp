@@ -21,7 +21,7 @@ using c10::DispatchKey;
 template <typename Predicate>
 bool any_of(const Arguments& arguments, Predicate&& predicate) {
   size_t next = 0;
-  for (size_t i = 0; i < arguments.inputs.size() + arguments.params.size(); ++i) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
     if (next < arguments.quantized.size() && arguments.quantized[next].place == i) {
       for (const Tensor& part : arguments.quantized[next++].codes.parts)
         if (part.defined() && predicate(part)) return true;
@@ -30,16 +30,6 @@ bool any_of(const Arguments& arguments, Predicate&& predicate) {
     }
   }
   return false;
-}
-
-/// The inputs of the dispatcher op as the plan counts them.
-std::vector<Tensor> inputs_of(const Tensor& x, const c10::List<std::optional<Tensor>>& extra) {
-  std::vector<Tensor> inputs{x};
-  for (size_t i = 0; i < extra.size(); ++i) {
-    const std::optional<Tensor> tensor = extra.get(i);
-    inputs.push_back(tensor.value_or(Tensor()));
-  }
-  return inputs;
 }
 
 std::vector<Tensor> returned(Outputs outputs) { return {outputs.begin(), outputs.end()}; }
@@ -79,52 +69,38 @@ void tell_of_written_state(at::TensorList state) {
       told(state[scaling_state_place(holder, true) + i]);
 }
 
-std::vector<Tensor> pipeline_autograd(const Tensor& x,
-                                      const c10::List<std::optional<Tensor>>& extra,
-                                      at::TensorList params, at::TensorList workspaces,
-                                      at::TensorList state, at::TensorList buffers,
-                                      std::string_view description) {
-  const auto inputs = inputs_of(x, extra);
-  const Arguments arguments{
-      inputs, params, workspaces, Buffers::of(buffers), state, quantized_among(inputs, params)};
+std::vector<Tensor> run_above_autograd(const Arguments& arguments, std::string_view description) {
   if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
-  tell_of_written_state(state);
+  tell_of_written_state(arguments.state);
   const auto program = program_of(description);
   const auto plan = program->plan_for(key_for(*program, arguments, /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
 }
 
-std::vector<Tensor> pipeline_below(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
-                                   at::TensorList params, at::TensorList workspaces,
-                                   at::TensorList state, at::TensorList buffers,
-                                   std::string_view description) {
-  const auto inputs = inputs_of(x, extra);
-  const Arguments arguments{
-      inputs, params, workspaces, Buffers::of(buffers), state, quantized_among(inputs, params)};
+std::vector<Tensor> run_below_autograd(const Arguments& arguments, std::string_view description) {
   const auto plan =
       program_of(description)->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
 }
 
-std::vector<Tensor> pipeline_transformed(const Tensor& x,
-                                         const c10::List<std::optional<Tensor>>& extra,
-                                         at::TensorList params, at::TensorList workspaces,
-                                         at::TensorList state, at::TensorList buffers,
-                                         std::string_view description) {
-  const auto inputs = inputs_of(x, extra);
-  return run_composite(
-      {inputs, params, workspaces, Buffers::of(buffers), state, quantized_among(inputs, params)},
-      description);
-}
-
-std::vector<Tensor> pipeline_traced(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
-                                    at::TensorList params, at::TensorList workspaces,
-                                    at::TensorList state, at::TensorList buffers,
-                                    std::string_view description) {
+std::vector<Tensor> run_traced(const Arguments& arguments, std::string_view description) {
   TORCH_CHECK_NOT_IMPLEMENTED(!program_of(description)->description().recipe,
                               "pipeline: expected no recipe under torch.jit.trace, got one. Trace ",
                               "outside of the tandem.autocast region, or use torch.export.");
-  return pipeline_transformed(x, extra, params, workspaces, state, buffers, description);
+  return run_composite(arguments, description);
+}
+
+/// The dispatcher op for a dispatch key, whose calls `run` takes.
+template <std::vector<Tensor> (*run)(const Arguments&, std::string_view)>
+std::vector<Tensor> pipeline_op(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
+                                at::TensorList params, at::TensorList workspaces,
+                                at::TensorList state, at::TensorList buffers,
+                                std::string_view description) {
+  std::vector<Tensor> inputs{x};
+  for (size_t i = 0; i < extra.size(); ++i) inputs.push_back(extra.get(i).value_or(Tensor()));
+  return run(
+      {inputs, params, workspaces, Buffers::of(buffers), state, quantized_among(inputs, params)},
+      description);
 }
 
 }  // namespace
@@ -196,12 +172,9 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced, SizesInK
 }
 
 Outputs call_op(const Arguments& arguments, const std::string& description) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tandem::pipeline", "")
-          .typed<std::vector<Tensor>(const Tensor&, const c10::List<std::optional<Tensor>>&,
-                                     at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                                     std::string_view)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tandem::pipeline", "")
+                             .typed<decltype(pipeline_op<run_composite>)>();
   c10::List<std::optional<Tensor>> extra;
   for (size_t i = 1; i < arguments.inputs.size(); ++i) extra.push_back(arguments.inputs[i]);
   std::vector<Tensor> buffers;
@@ -217,12 +190,14 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       "state, Tensor(c!)[] buffers, str "
       "description) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
-  library.impl("pipeline", DispatchKey::Autograd, &pipeline_autograd);
+  library.impl("pipeline", DispatchKey::Autograd, &pipeline_op<run_above_autograd>);
   // torch.jit.trace can record neither this schema nor those of kernel ops, because it does not
   // know their lists.
-  library.impl("pipeline", DispatchKey::Tracer, &pipeline_traced);
-  library.impl("pipeline", DispatchKey::CompositeExplicitAutograd, &pipeline_below);
-  library.impl("pipeline", DispatchKey::FuncTorchDynamicLayerFrontMode, &pipeline_transformed);
+  library.impl("pipeline", DispatchKey::Tracer, &pipeline_op<run_traced>);
+  library.impl("pipeline", DispatchKey::CompositeExplicitAutograd,
+               &pipeline_op<run_below_autograd>);
+  library.impl("pipeline", DispatchKey::FuncTorchDynamicLayerFrontMode,
+               &pipeline_op<run_composite>);
 }
 
 }  // namespace tandem

@@ -19,17 +19,6 @@ namespace tandem {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-namespace {
-
-bool is_an_argument(const Arguments& arguments, const at::Tensor& tensor) {
-  for (const at::TensorList list : {arguments.inputs, arguments.params})
-    for (const at::Tensor& argument : list)
-      if (argument.is_same(tensor)) return true;
-  return false;
-}
-
-}  // namespace
-
 /// The facts that `save` looks up.
 struct PipelineBackward::Saving {
   const Arguments& arguments;
@@ -106,9 +95,8 @@ void PipelineBackward::save(Frame& frame, const Arguments& arguments, const Outp
         numbers_.emplace_back(value, *sizes);
     for (const at::Tensor& tensor : frame.tensors(value))
       slots_.push_back(format != Format::opaque ? save_value(value, tensor, saving)
-                       : tensor.defined()
-                           ? save_tensor(tensor, is_an_argument(arguments, tensor), saving)
-                           : Slot{});
+                       : tensor.defined()       ? save_tensor(tensor, arguments.has(tensor), saving)
+                                                : Slot{});
   }
   first_slot_.push_back(static_cast<uint32_t>(slots_.size()));
 }

@@ -31,9 +31,8 @@ const at::Tensor* base_of(const Outputs& outputs, size_t index, const Arguments&
                           const Plan& plan) {
   const at::Tensor* root = argument_of(plan, arguments, root_of(plan, plan.outputs[index]));
   if (root != nullptr && shares_memory(*root, outputs[index])) return root;
-  for (const at::TensorList list : {arguments.inputs, arguments.params})
-    for (const at::Tensor& argument : list)
-      if (shares_memory(argument, outputs[index])) return &argument;
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (shares_memory(arguments.at(i), outputs[index])) return &arguments.at(i);
   for (size_t i = 0; i < index; ++i)
     if (shares_memory(outputs[i], outputs[index])) return &outputs[i];
   return nullptr;
@@ -49,15 +48,10 @@ void clone_shared(Outputs& outputs, const Arguments& arguments, const Plan& plan
 /// which runs forward without a graph, would otherwise send the gradients of all to one of them.
 /// torch itself does this for outputs that are arguments.
 void separate(Outputs& outputs, const Arguments& arguments, const Plan& plan) {
-  const auto is_argument = [&](const at::Tensor& output) {
-    const auto is_output = [&](const at::Tensor& tensor) { return tensor.is_same(output); };
-    return std::ranges::any_of(arguments.inputs, is_output) ||
-           std::ranges::any_of(arguments.params, is_output);
-  };
   for (size_t i = 1; i < outputs.size(); ++i)
     for (size_t k = 0; k < i; ++k)
       if (outputs[i].is_same(outputs[k]) && plan.outputs[i] != plan.outputs[k] &&
-          !is_argument(outputs[i])) {
+          !arguments.has(outputs[i])) {
         outputs[i] = outputs[i].detach();
         break;
       }
@@ -150,8 +144,7 @@ class Versions {
   Versions(const Plan& plan, const Arguments& arguments)
       : watches_(!plan.overwritten.empty() || plan.runs_user_code), arguments_(arguments) {
     if (!watches_) return;
-    for (const at::TensorList list : {arguments.inputs, arguments.params})
-      for (const at::Tensor& tensor : list) versions_.push_back(version_of(tensor));
+    for (size_t i = 0; i < arguments.size(); ++i) versions_.push_back(version_of(arguments.at(i)));
   }
   /// What backward will read must be as forward read it: nothing may have written it since, also
   /// not this pipeline.
@@ -267,11 +260,11 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
   }
   auto node = compat::make_node<PipelineBackward>(plan, path);
   torch::autograd::edge_list edges;
-  edges.reserve(arguments.inputs.size() + arguments.params.size());
-  for (const at::TensorList list : {arguments.inputs, arguments.params})
-    for (const at::Tensor& tensor : list)
-      edges.push_back(tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor)
-                                             : torch::autograd::Edge());
+  edges.reserve(arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i)
+    edges.push_back(arguments.at(i).requires_grad()
+                        ? torch::autograd::impl::gradient_edge(arguments.at(i))
+                        : torch::autograd::Edge());
   node->set_next_edges(std::move(edges));
   const Versions versions(*plan, arguments);
   session.run_forward();

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -56,9 +57,17 @@ struct Arguments {
   /// Arguments of user code other than tensors, in the front's representation.
   const void* given = nullptr;
 
+  /// The number of inputs and parameters.
+  size_t size() const { return inputs.size() + params.size(); }
   /// The argument with this index among the inputs, then parameters.
   const at::Tensor& at(size_t place) const {
     return place < inputs.size() ? inputs[place] : params[place - inputs.size()];
+  }
+  /// Whether an input or a parameter is this tensor.
+  bool has(const at::Tensor& tensor) const {
+    const auto is_it = [&](const at::Tensor& argument) { return argument.is_same(tensor); };
+    return std::any_of(inputs.begin(), inputs.end(), is_it) ||
+           std::any_of(params.begin(), params.end(), is_it);
   }
 };
 
