@@ -40,15 +40,9 @@ std::vector<Maybe> maybes_of(at::TensorList tensors) {
 
 void bind_functional(py::module_& module) {
   py::class_<FunctionalArguments>(module, "FunctionalArguments")
-      .def(py::init([](std::string ops, std::string recipe, std::vector<at::Tensor> inputs,
-                       std::vector<at::Tensor> params, std::vector<bool> requested,
-                       std::optional<std::vector<at::Tensor>> workspaces,
-                       std::vector<at::Tensor> state, std::vector<at::Tensor> buffers) {
-             return FunctionalArguments{std::move(ops),       std::move(recipe),
-                                        std::move(inputs),    std::move(params),
-                                        std::move(requested), std::move(workspaces),
-                                        std::move(state),     std::move(buffers)};
-           }),
+      .def(py::init<std::string, std::string, std::vector<at::Tensor>, std::vector<at::Tensor>,
+                    std::vector<bool>, std::optional<std::vector<at::Tensor>>,
+                    std::vector<at::Tensor>, std::vector<at::Tensor>>(),
            py::kw_only(), py::arg("ops"), py::arg("recipe"), py::arg("inputs"), py::arg("params"),
            py::arg("requested"), py::arg("workspaces"), py::arg("state"), py::arg("buffers"));
   module.def(
@@ -57,26 +51,20 @@ void bind_functional(py::module_& module) {
         const ContextRegion region;
         const py::gil_scoped_release no_gil;
         const FunctionalResults results = functional_forward(arguments);
-        std::vector<std::pair<int64_t, int64_t>> read;
-        for (const ReadArgument& argument : results.read)
-          read.emplace_back(argument.memory, argument.version);
-        return std::tuple(results.outputs, maybes_of(results.saved), std::move(read),
-                          results.carried, results.workspaces);
+        return std::tuple(results.outputs, maybes_of(results.saved), results.read, results.carried,
+                          results.workspaces);
       },
       py::arg("arguments"),
       "Outputs, what backward reads, memory and version of what of it are arguments, sizes that it "
       "reads, workspaces.");
   py::class_<FunctionalContext>(module, "FunctionalContext")
       .def(py::init([](const FunctionalArguments& arguments, std::vector<at::Tensor> outputs,
-                       const std::vector<Maybe>& saved,
-                       const std::vector<std::pair<int64_t, int64_t>>& read,
+                       const std::vector<Maybe>& saved, std::vector<ReadArgument> read,
                        std::vector<std::pair<size_t, std::vector<c10::SymInt>>> carried,
                        std::vector<at::Tensor> workspaces) {
-             std::vector<ReadArgument> arguments_read;
-             for (const auto& [memory, version] : read) arguments_read.push_back({memory, version});
              return FunctionalContext(arguments, {.outputs = std::move(outputs),
                                                   .saved = tensors_of(saved),
-                                                  .read = std::move(arguments_read),
+                                                  .read = std::move(read),
                                                   .carried = std::move(carried),
                                                   .workspaces = std::move(workspaces)});
            }),

@@ -71,14 +71,11 @@ Described described(const Call& call) {
 
 Results forward_of(const Call& call) {
   FunctionalResults results = functional_forward(described(call).arguments);
-  std::vector<std::pair<int64_t, int64_t>> read;
-  for (const ReadArgument& argument : results.read)
-    read.emplace_back(argument.memory, argument.version);
   return {results.outputs[0],
           results.outputs.size() > 1 ? results.outputs[1] : Tensor(),
           std::move(results.workspaces),
           std::move(results.saved),
-          std::move(read),
+          std::move(results.read),
           std::move(results.carried)};
 }
 
@@ -86,12 +83,10 @@ Context context_of(const Call& call, const Results& results) {
   const Described made = described(call);
   std::vector<Tensor> outputs{results.y};
   if (results.layernorm_output.defined()) outputs.push_back(results.layernorm_output);
-  std::vector<ReadArgument> read;
-  for (const auto& [memory, version] : results.read) read.push_back({memory, version});
   return Context(std::make_unique<Context::Inner>(
       Context::Inner{FunctionalContext(made.arguments, {.outputs = std::move(outputs),
                                                         .saved = results.saved,
-                                                        .read = std::move(read),
+                                                        .read = results.read,
                                                         .carried = results.carried,
                                                         .workspaces = results.weight_workspaces}),
                      made.names, results.layernorm_output.defined() ? size_t{2} : size_t{1}}));

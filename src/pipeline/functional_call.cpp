@@ -253,7 +253,7 @@ FunctionalContext::FunctionalContext(const FunctionalArguments& given,
     auto& parts = kept_->tensors.emplace_back();
     if (plan.types[index_of(value)].format == Format::shape) continue;
     for (size_t part = 0; part < tensors_per_value(plan.types[index_of(value)]); ++part) {
-      const ReadArgument& read = results.read[next];
+      const auto& [memory, version] = results.read[next];
       const Tensor& saved = results.saved[next++];
       if (saved.defined()) {
         parts.push_back(saved);
@@ -263,16 +263,16 @@ FunctionalContext::FunctionalContext(const FunctionalArguments& given,
       arguments.provide(value);  // by steps that create views
       parts.push_back(arguments.frame().tensor(value, part));
       const Tensor* const argument = planned.argument_behind(parts.back());
-      const ReadArgument now = seen(argument);
+      const auto [memory_now, version_now] = seen(argument);
       const std::string& name = plan.types[index_of(value)].name;
-      TORCH_CHECK_VALUE(argument != nullptr && now.memory == read.memory,
+      TORCH_CHECK_VALUE(argument != nullptr && memory_now == memory,
                         "setup_context: expected results of these arguments, got other memory as ",
                         name,
                         ", which backward reads. Pass the arguments and results of one call.");
-      TORCH_CHECK_VALUE(now.version == read.version, "setup_context: expected ", name,
+      TORCH_CHECK_VALUE(version_now == version, "setup_context: expected ", name,
                         " unchanged since forward, as backward reads it, got an in-place write. "
                         "Write into a copy.");
-      kept_->reads.push_back({name, *argument, now.version});
+      kept_->reads.push_back({name, *argument, version_now});
     }
   }
 }
@@ -311,11 +311,9 @@ std::vector<Tensor> FunctionalContext::backward(at::TensorList gradients, bool r
                       "setup of the context but by the library, as backward reads the codes in "
                       "them, got an in-place write. Write into copies.");
   std::vector<Tensor> results(plan.gradients.size());
-  BackwardMask mask;
+  BackwardMask mask = full_mask(plan);
   for (size_t i = 0; i < gradients.size(); ++i)
-    mask.given.push_back(gradients[i].defined() && exists(plan.output_gradients[i]));
-  for (size_t i = 0; i < plan.gradients.size(); ++i)
-    mask.requested.push_back(exists(plan.gradients[i]) || plan.absorbed[i]);
+    mask.given[i] = mask.given[i] && gradients[i].defined();
   const c10::AutoGradMode no_grad(false);
   if (std::ranges::find(mask.given, true) != mask.given.end()) {
     const auto backward = backward_plan(plan, mask);

@@ -34,10 +34,7 @@ struct FunctionalArguments {
 
 /// An argument that backward reads, as forward saw it: the number of its memory, which is never
 /// reused, and its version; zeros if there is none.
-struct ReadArgument {
-  int64_t memory = 0, version = 0;
-  bool operator==(const ReadArgument&) const = default;
-};
+using ReadArgument = std::pair<int64_t, int64_t>;
 
 /// The results of forward.
 struct FunctionalResults {
