@@ -130,19 +130,6 @@ PyObject* get_recipe(PyObject*, void*) {
   }
 }
 
-/// Called by a compiled function at its end with the recipe that it leaves in force, which must be
-/// the one from before.
-int set_recipe(PyObject* self, PyObject* value, void*) {
-  const auto before = py::reinterpret_steal<py::object>(get_recipe(self, nullptr));
-  if (!before) return -1;
-  if (value != nullptr && PyUnicode_Check(value) && PyUnicode_Compare(value, before.ptr()) == 0)
-    return 0;
-  PyErr_SetString(PyExc_RuntimeError,
-                  "autocast: expected a compiled function to leave the regions that it enters, "
-                  "innermost first, got one that did not. Use with blocks in it.");
-  return -1;
-}
-
 PyObject* get_budget(PyObject*, void*) {
   try {
     const std::optional<double> budget = context_budget();
@@ -153,14 +140,18 @@ PyObject* get_budget(PyObject*, void*) {
   }
 }
 
-int set_budget(PyObject* self, PyObject* value, void*) {
-  const auto before = py::reinterpret_steal<py::object>(get_budget(self, nullptr));
+/// Called by a compiled function at its end with the recipe or the budget that it leaves in force,
+/// which must be the one from before. `region`: what enters such regions.
+template <PyObject* (*get)(PyObject*, void*)>
+int check_unchanged(PyObject* self, PyObject* value, void* region) {
+  const auto before = py::reinterpret_steal<py::object>(get(self, nullptr));
   if (!before) return -1;
   if (value != nullptr && PyUnicode_Check(value) && PyUnicode_Compare(value, before.ptr()) == 0)
     return 0;
-  PyErr_SetString(PyExc_RuntimeError,
-                  "memory_budget: expected a compiled function to leave the regions that it "
-                  "enters, innermost first, got one that did not. Use with blocks in it.");
+  PyErr_Format(PyExc_RuntimeError,
+               "%s: expected a compiled function to leave the regions that it enters, innermost "
+               "first, got one that did not. Use with blocks in it.",
+               static_cast<const char*>(region));
   return -1;
 }
 
@@ -185,12 +176,13 @@ int set_said(PyObject*, PyObject* value, void*) {
 }
 
 py::object in_force() {
+  static char autocast[] = "autocast", budget[] = "memory_budget";
   static PyGetSetDef attributes[] = {
       {"said_of_weights", get_said, set_said, "What this thread says of the weights that it uses.",
        nullptr},
-      {"memory_budget", get_budget, set_budget,
-       "The memory budget in force as text, empty where there is none.", nullptr},
-      {"recipe", get_recipe, set_recipe, "The recipe in force as JSON.", nullptr},
+      {"memory_budget", get_budget, check_unchanged<get_budget>,
+       "The memory budget in force as text, empty where there is none.", budget},
+      {"recipe", get_recipe, check_unchanged<get_recipe>, "The recipe in force as JSON.", autocast},
       {"outside_compiled_code", get_recipe, nullptr, "The same, never set while tracing.", nullptr},
       {nullptr, nullptr, nullptr, nullptr, nullptr}};
   PyType_Slot slots[] = {{Py_tp_getset, attributes}, {0, nullptr}};

@@ -90,6 +90,18 @@ Recipes& recipes() {
   return recipes;
 }
 
+/// A region inside `outer`. The first one with a recipe is the outermost one of all inside it.
+RegionPtr region_within(RegionPtr outer, std::shared_ptr<void> owner, ActiveRecipePtr recipe,
+                        std::optional<double> memory_budget) {
+  std::shared_ptr<RecipeRegion> outermost = outer ? outer->outermost : nullptr;
+  if (outermost == nullptr && recipe != nullptr)
+    outermost = std::make_shared<RecipeRegion>(kernel_ops::new_region());
+  const bool is_recompute = outer && outer->is_recompute;
+  if (outermost != nullptr && !is_recompute) outermost->enter();
+  return RegionPtr(new Region{std::move(recipe), std::move(outermost), is_recompute,
+                              std::move(outer), std::move(owner), memory_budget});
+}
+
 /// The innermost region of this thread that has not been left by another thread or context.
 const Region* open_region() {
   const Region* region = here().get();
@@ -123,26 +135,15 @@ int64_t recipe_history_length(const std::string& json) {
 std::string recipe_text(int64_t number) { return recipes().text_of(number); }
 
 RegionPtr make_region(const std::string& json, RegionPtr outer, std::shared_ptr<void> owner) {
-  ActiveRecipePtr recipe = recipes().of(json);
-  std::shared_ptr<RecipeRegion> outermost = outer ? outer->outermost : nullptr;
-  if (outermost == nullptr && recipe != nullptr)
-    outermost = std::make_shared<RecipeRegion>(kernel_ops::new_region());
-  const bool is_recompute = outer && outer->is_recompute;
-  if (outermost != nullptr && !is_recompute) outermost->enter();
   const auto memory_budget = outer ? outer->memory_budget : std::nullopt;
-  return RegionPtr(new Region{std::move(recipe), std::move(outermost), is_recompute,
-                              std::move(outer), std::move(owner), memory_budget});
+  return region_within(std::move(outer), std::move(owner), recipes().of(json), memory_budget);
 }
 
 RegionPtr make_budget_region(std::optional<double> bytes_per_row, RegionPtr outer,
                              std::shared_ptr<void> owner) {
   if (bytes_per_row) check_memory_budget(*bytes_per_row);
   ActiveRecipePtr recipe = outer ? outer->recipe : nullptr;
-  std::shared_ptr<RecipeRegion> outermost = outer ? outer->outermost : nullptr;
-  const bool is_recompute = outer && outer->is_recompute;
-  if (outermost != nullptr && !is_recompute) outermost->enter();
-  return RegionPtr(new Region{std::move(recipe), std::move(outermost), is_recompute,
-                              std::move(outer), std::move(owner), bytes_per_row});
+  return region_within(std::move(outer), std::move(owner), std::move(recipe), bytes_per_row);
 }
 
 RegionPtr make_recompute_region(const RegionPtr& then, RegionPtr outer,
