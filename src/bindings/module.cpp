@@ -143,19 +143,13 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   /// itself.
   py::object call(const py::handle& x, bool training) const {
     const auto params = is_tensor(x) ? unwatched_params() : std::nullopt;
-    if (!params) return py::none();
-    return run({&THPVariable_Unpack(x.ptr()), 1}, *params, training);
+    return params ? run({&THPVariable_Unpack(x.ptr()), 1}, *params, training) : py::none();
   }
 
   py::object call_with_extra(const py::handle& x, const py::list& extra, bool training) const {
-    const auto params = is_tensor(x) ? unwatched_params() : std::nullopt;
-    if (!params) return py::none();
-    c10::SmallVector<at::Tensor, 8> inputs{THPVariable_Unpack(x.ptr())};
-    for (const py::handle& tensor : extra) {
-      if (!is_tensor(tensor)) return py::none();
-      inputs.push_back(THPVariable_Unpack(tensor.ptr()));
-    }
-    return run(inputs, *params, training);
+    const auto inputs = inputs_of(x, extra, is_tensor);
+    const auto params = inputs ? unwatched_params() : std::nullopt;
+    return params ? run(*inputs, *params, training) : py::none();
   }
 
   /// call() with `arguments` for the forwards written in Python, by op, and with tensors of the
@@ -164,32 +158,22 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   py::object call_with_arguments(const py::handle& x, const py::list& extra, bool training,
                                  const py::dict& arguments,
                                  const std::vector<at::Tensor>& written) const {
-    const auto params = is_tensor(x) ? unwatched_params() : std::nullopt;
-    if (!params) return py::none();
-    c10::SmallVector<at::Tensor, 8> inputs{THPVariable_Unpack(x.ptr())};
-    for (const py::handle& tensor : extra) {
-      if (!is_tensor(tensor)) return py::none();
-      inputs.push_back(THPVariable_Unpack(tensor.ptr()));
-    }
-    if (!is_direct({.inputs = inputs,
-                    .params = *params,
-                    .workspaces = {},
-                    .quantized = quantized_among(inputs, *params)}))
+    const auto inputs = inputs_of(x, extra, is_tensor);
+    const auto params = inputs ? unwatched_params() : std::nullopt;
+    if (!params || !is_direct({.inputs = *inputs,
+                               .params = *params,
+                               .workspaces = {},
+                               .quantized = quantized_among(*inputs, *params)}))
       return py::none();
-    return run(inputs, *params, training, arguments.ptr(), written);
+    return run(*inputs, *params, training, arguments.ptr(), written);
   }
 
   /// To be called before the dispatcher op. An argument that is no tensor is a proxy of torch.fx,
   /// which only records.
   void check_no_writes(const py::handle& x, const py::list& extra) const {
-    std::vector<at::Tensor> inputs;
-    if (!THPVariable_Check(x.ptr())) return;
-    inputs.push_back(THPVariable_Unpack(x.ptr()));
-    for (const py::handle& tensor : extra) {
-      if (!THPVariable_Check(tensor.ptr())) return;
-      inputs.push_back(THPVariable_Unpack(tensor.ptr()));
-    }
-    pipeline_->check_no_writes(inputs);
+    const auto inputs = inputs_of(
+        x, extra, [](const py::handle& object) { return THPVariable_Check(object.ptr()); });
+    if (inputs) pipeline_->check_no_writes(*inputs);
   }
 
   bool any_hooks() const {
@@ -306,6 +290,20 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 
   static bool is_tensor(const py::handle& object) {
     return THPVariable_Check(object.ptr()) && !has_torch_function(object.ptr());
+  }
+
+  /// x and the extra inputs; nullopt unless `is_usable` holds for all of them.
+  template <typename IsUsable>
+  static std::optional<c10::SmallVector<at::Tensor, 8>> inputs_of(const py::handle& x,
+                                                                  const py::list& extra,
+                                                                  IsUsable&& is_usable) {
+    if (!is_usable(x)) return std::nullopt;
+    c10::SmallVector<at::Tensor, 8> inputs{THPVariable_Unpack(x.ptr())};
+    for (const py::handle& tensor : extra) {
+      if (!is_usable(tensor)) return std::nullopt;
+      inputs.push_back(THPVariable_Unpack(tensor.ptr()));
+    }
+    return inputs;
   }
 
   /// None if an inner module must be called as such, or if a mode or a parameter's type must be
