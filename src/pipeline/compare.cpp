@@ -16,16 +16,32 @@ namespace tandem {
 
 namespace {
 
-double largest_number_of(at::ScalarType dtype) {
+/// The largest number, the distance from 1 to the next one, and the smallest normal one.
+struct Limits {
+  double largest, unit, smallest_normal;
+};
+
+template <typename T>
+Limits limits() {
+  using Of = std::numeric_limits<T>;
+  return {static_cast<double>(Of::max()), static_cast<double>(Of::epsilon()),
+          static_cast<double>(Of::min())};
+}
+
+Limits limits_of(at::ScalarType dtype) {
   switch (dtype) {
     case at::kHalf:
-      return std::numeric_limits<c10::Half>::max();
+      return limits<c10::Half>();
     case at::kBFloat16:
-      return std::numeric_limits<c10::BFloat16>::max();
+      return limits<c10::BFloat16>();
     case at::kFloat:
-      return std::numeric_limits<float>::max();
+    case at::kComplexFloat:
+      return limits<float>();
+    case at::kDouble:
+    case at::kComplexDouble:
+      return limits<double>();
     default:
-      return std::numeric_limits<double>::max();
+      return {limits<double>().largest, 0, limits<double>().smallest_normal};
   }
 }
 
@@ -63,7 +79,7 @@ Numbers numbers_of(const at::Tensor& got, const at::Tensor& expected) {
   const at::Tensor nan = at::isnan(b);
   if (!at::equal(at::isnan(a), nan))
     return {{}, {}, expected_got("NaN in the same places", "NaN in others")};
-  const double largest = largest_number_of(got.scalar_type());
+  const double largest = limits_of(got.scalar_type()).largest;
   return {a.masked_fill(nan, 0).clamp(-largest, largest),
           b.masked_fill(nan, 0).clamp(-largest, largest), ""};
 }
@@ -76,36 +92,9 @@ at::Tensor finite_sizes(const at::Tensor& tensor) {
 
 }  // namespace
 
-double unit_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return 0x1p-10;
-    case at::kBFloat16:
-      return 0x1p-7;
-    case at::kFloat:
-    case at::kComplexFloat:
-      return 0x1p-23;
-    case at::kDouble:
-    case at::kComplexDouble:
-      return 0x1p-52;
-    default:
-      return 0;
-  }
-}
+double unit_of(at::ScalarType dtype) { return limits_of(dtype).unit; }
 
-double smallest_normal_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return std::numeric_limits<c10::Half>::min();
-    case at::kBFloat16:
-      return std::numeric_limits<c10::BFloat16>::min();
-    case at::kFloat:
-    case at::kComplexFloat:
-      return std::numeric_limits<float>::min();
-    default:
-      return std::numeric_limits<double>::min();
-  }
-}
+double smallest_normal_of(at::ScalarType dtype) { return limits_of(dtype).smallest_normal; }
 
 double largest_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.numel() == 0 || !tensor.is_floating_point()) return 0;
