@@ -67,10 +67,15 @@ std::string element_of(const char* name, at::ScalarType fp8_dtype) {
   return fp8_dtype == at::kFloat8_e4m3fn ? "e4m3" : "e5m2";
 }
 
-void check_epsilon(const char* name, double amax_epsilon) {
-  TORCH_CHECK_VALUE(std::isfinite(amax_epsilon) && amax_epsilon >= 0, name,
-                    ": expected amax_epsilon to be a finite number >= 0, got ", amax_epsilon,
-                    ". It is the least amax.");
+/// The quantizer with the options that say how it chooses scales. `name`: the struct of `options`.
+template <typename Options>
+const Quantizer& with_scale_options(Quantizer made, const char* name, const Options& options) {
+  TORCH_CHECK_VALUE(std::isfinite(options.amax_epsilon) && options.amax_epsilon >= 0, name,
+                    ": expected amax_epsilon to be a finite number >= 0, got ",
+                    options.amax_epsilon, ". It is the least amax.");
+  made.amax_epsilon = options.amax_epsilon;
+  made.power_of_two = options.force_pow_2_scales;
+  return quantizer(made);
 }
 
 void check_directions(const char* name, bool rowwise, bool columnwise) {
@@ -81,11 +86,8 @@ void check_directions(const char* name, bool rowwise, bool columnwise) {
 
 const Quantizer& core_of(const Float8CurrentScalingQuantizer& options) {
   constexpr const char* kName = "Float8CurrentScalingQuantizer";
-  Quantizer made = quantizer("fp8_" + element_of(kName, options.fp8_dtype) + ":current");
-  check_epsilon(kName, options.amax_epsilon);
-  made.amax_epsilon = options.amax_epsilon;
-  made.power_of_two = options.force_pow_2_scales;
-  return quantizer(made);
+  return with_scale_options(quantizer("fp8_" + element_of(kName, options.fp8_dtype) + ":current"),
+                            kName, options);
 }
 
 const Quantizer& core_of(const Float8BlockQuantizer& options) {
@@ -93,12 +95,9 @@ const Quantizer& core_of(const Float8BlockQuantizer& options) {
   TORCH_CHECK_VALUE(options.block_scaling_dim == 1 || options.block_scaling_dim == 2, kName,
                     ": expected block_scaling_dim to be 1 or 2, got ", options.block_scaling_dim,
                     ". 1: lines, 2: squares.");
-  Quantizer made = quantizer((options.block_scaling_dim == 2 ? "fp8_128x128_" : "fp8_1x128_") +
-                             element_of(kName, options.fp8_dtype));
-  check_epsilon(kName, options.amax_epsilon);
-  made.amax_epsilon = options.amax_epsilon;
-  made.power_of_two = options.force_pow_2_scales;
-  return quantizer(made);
+  const char* const layout = options.block_scaling_dim == 2 ? "fp8_128x128_" : "fp8_1x128_";
+  return with_scale_options(quantizer(layout + element_of(kName, options.fp8_dtype)), kName,
+                            options);
 }
 
 const Quantizer& core_of(const MXFP8Quantizer& options) {
