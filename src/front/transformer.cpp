@@ -4,39 +4,16 @@
 
 namespace tandem {
 
-namespace {
-
-/// An entry of the tail: the op of a module, or an op without state.
-struct Entry {
-  Op op;
-  std::shared_ptr<PipelineModule> owner = nullptr;
-};
-
-}  // namespace
-
 /// The pipeline after the attention, which reads the parameters and the state of other modules.
 class TransformerLayerImpl::Tail : public PipelineModule {
  public:
-  static Entry entry(const std::shared_ptr<OpModule>& module) { return {op_of(*module), module}; }
+  Tail(const std::vector<Op>& ops, const std::vector<std::shared_ptr<PipelineModule>>& owners)
+      : PipelineModule("TransformerLayer", ops, Names::by_place, {}, owners) {}
 
-  explicit Tail(const std::vector<Entry>& entries) : Tail(ops_of(entries), owners_of(entries)) {}
+  using PipelineModule::op_of;
 
   at::Tensor forward(const at::Tensor& attended, const at::Tensor& residual) {
     return run(attended, residual)[0];
-  }
-
- private:
-  Tail(const std::vector<Op>& ops, const std::vector<std::shared_ptr<PipelineModule>>& owners)
-      : PipelineModule("TransformerLayer", ops, Names::by_place, {}, owners) {}
-  static std::vector<Op> ops_of(const std::vector<Entry>& entries) {
-    std::vector<Op> ops;
-    for (const Entry& entry : entries) ops.push_back(entry.op);
-    return ops;
-  }
-  static std::vector<std::shared_ptr<PipelineModule>> owners_of(const std::vector<Entry>& entries) {
-    std::vector<std::shared_ptr<PipelineModule>> owners;
-    for (const Entry& entry : entries) owners.push_back(entry.owner);
-    return owners;
   }
 };
 
@@ -72,16 +49,22 @@ TransformerLayerImpl::TransformerLayerImpl(int64_t hidden_size, int64_t ffn_hidd
           options));
 
   const char* kResidual = "residual";
-  std::vector<Entry> tail{Tail::entry(attention_->projection_out())};
-  const auto drop = [&] {
-    if (layer.hidden_dropout != 0) tail.push_back({ops::dropout({layer.hidden_dropout})});
+  std::vector<Op> tail;
+  std::vector<std::shared_ptr<PipelineModule>> owners;  // of the ops; null for one without state
+  const auto add = [&](const Op& op, const std::shared_ptr<PipelineModule>& owner = nullptr) {
+    tail.push_back(op);
+    owners.push_back(owner);
   };
+  const auto drop = [&] {
+    if (layer.hidden_dropout != 0) add(ops::dropout({layer.hidden_dropout}));
+  };
+  add(Tail::op_of(*attention_->projection_out()), attention_->projection_out());
   drop();
-  tail.push_back({ops::add_extra_input()});
-  tail.push_back({ops::make_extra_output({kResidual, /*output_to_caller=*/false})});
-  tail.push_back(Tail::entry(mlp));
+  add(ops::add_extra_input());
+  add(ops::make_extra_output({kResidual, /*output_to_caller=*/false}));
+  add(Tail::op_of(*mlp), mlp);
   drop();
-  tail.push_back({ops::add_extra_input({.channel = kResidual})});
+  add(ops::add_extra_input({.channel = kResidual}));
   if (layer.output_layernorm) {
     const ops::NormOptions norm{shared.layernorm_epsilon, shared.zero_centered_gamma};
     const bool is_layer_norm = shared.normalization == Normalization::layer_norm;
@@ -90,9 +73,9 @@ TransformerLayerImpl::TransformerLayerImpl(int64_t hidden_size, int64_t ffn_hidd
                                                 is_layer_norm ? ops::layer_norm(hidden_size, norm)
                                                               : ops::rms_norm(hidden_size, norm),
                                                 options));
-    tail.push_back(Tail::entry(last));
+    add(Tail::op_of(*last), last);
   }
-  tail_ = std::make_shared<Tail>(tail);
+  tail_ = std::make_shared<Tail>(tail, owners);
 }
 
 at::Tensor TransformerLayerImpl::forward(const at::Tensor& x, const AttentionArguments& arguments) {
