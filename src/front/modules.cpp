@@ -19,36 +19,32 @@ const std::vector<std::string> kNormNames = {"layer_norm_weight", "layer_norm_bi
 /// Adds the norm, its output as a result where the options return it, and the collectives before
 /// the product.
 template <typename Options>
-void add_norm(Parts& parts, int64_t features, const Options& options,
-              const std::vector<Op>& before) {
+void add_norm(Op& made, int64_t features, const Options& options, const std::vector<Op>& before) {
   const NormOptions norm{options.eps, options.zero_centered_gamma};
-  parts.add(options.normalization == Normalization::layer_norm ? layer_norm(features, norm)
-                                                               : rms_norm(features, norm),
-            kNormNames);
+  append(made,
+         options.normalization == Normalization::layer_norm ? layer_norm(features, norm)
+                                                            : rms_norm(features, norm),
+         kNormNames);
   const bool is_gathered =
       options.return_layernorm_output_gathered && options.tensor_parallel.sequence_parallel;
-  if (options.return_layernorm_output && !is_gathered) parts.add(make_extra_output());
-  for (const Op& part : before) parts.add(part);
-  if (options.return_layernorm_output && is_gathered) parts.add(make_extra_output());
+  if (options.return_layernorm_output && !is_gathered) append(made, make_extra_output());
+  for (const Op& part : before) append(made, part);
+  if (options.return_layernorm_output && is_gathered) append(made, make_extra_output());
 }
 
 /// Adds a product, the collectives that reduce it over ranks, and its bias. A bias that is returned
 /// becomes a parameter that no part reads.
-void add_product(Parts& parts, int64_t in, int64_t out, const std::string& prefix,
+void add_product(Op& made, int64_t in, int64_t out, const std::string& prefix,
                  const Init& init_method, const std::vector<Op>& after, bool bias,
                  bool return_bias) {
-  parts.add(op("basic_linear", {{"in_features", in}, {"out_features", out}}), {prefix + "weight"});
-  parts.parameter(prefix + "weight").init = init_method;
-  for (const Op& part : after) parts.add(part);
+  Op product = op("basic_linear", {{"in_features", in}, {"out_features", out}});
+  product.parameters[0].init = init_method;
+  append(made, product, {prefix + "weight"});
+  for (const Op& part : after) append(made, part);
   if (!bias) return;
-  const Op sum = op("bias", {{"features", out}});
-  if (!return_bias) {
-    parts.add(sum, {prefix + "bias"});
-    return;
-  }
-  ParameterSpec spec = sum.parameters[0];
-  spec.name = prefix + "bias";
-  parts.add_parameter(std::move(spec));
+  Op sum = op("bias", {{"features", out}});
+  if (return_bias) sum.basic_ops.clear();
+  append(made, sum, {prefix + "bias"});
 }
 
 /// Builds an op with one product. `add_first` adds the parts before the product, such as a norm.
@@ -60,18 +56,17 @@ Op make_one_product(const std::string& name, int64_t in_features, int64_t out_fe
   const bool is_column = parallel.mode == TensorParallel::Mode::column;
   const int64_t in = share(name, "in_features", in_features, is_column ? 1 : ranks),
                 out = share(name, "out_features", out_features, is_column ? ranks : 1);
-  Parts parts(name);
-  add_first(parts, in, before);
-  add_product(parts, in, out, "", options.init_method, after, options.bias, options.return_bias);
-  Op made = std::move(parts).op();
+  Op made{name, {}};
+  add_first(made, in, before);
+  add_product(made, in, out, "", options.init_method, after, options.bias, options.return_bias);
   split_parameters(made, options.parameters_split, out_features, is_column ? ranks : 1);
   return with_gradients(std::move(made), options);
 }
 
 Op make_linear(int64_t in_features, int64_t out_features, const tandem::LinearOptions& options) {
   Op made = make_one_product("linear", in_features, out_features, options,
-                             [](Parts& parts, int64_t /*in*/, const std::vector<Op>& before) {
-                               for (const Op& part : before) parts.add(part);
+                             [](Op& first, int64_t /*in*/, const std::vector<Op>& before) {
+                               for (const Op& part : before) append(first, part);
                              });
   for (BasicOp& part : made.basic_ops)
     if (part.name == "basic_linear" && options.save_original_input)
@@ -82,8 +77,8 @@ Op make_linear(int64_t in_features, int64_t out_features, const tandem::LinearOp
 Op make_layer_norm_linear(int64_t in_features, int64_t out_features,
                           const LayerNormLinearOptions& options) {
   return make_one_product("layer_norm_linear", in_features, out_features, options,
-                          [&](Parts& parts, int64_t in, const std::vector<Op>& before) {
-                            add_norm(parts, in, options, before);
+                          [&](Op& made, int64_t in, const std::vector<Op>& before) {
+                            add_norm(made, in, options, before);
                           });
 }
 
@@ -112,15 +107,16 @@ Op make_layer_norm_mlp(int64_t hidden_size, int64_t ffn_hidden_size,
   const Collectives second = collectives(name, parallel);
   const int64_t hidden = share(name, "hidden_size", hidden_size, 1),
                 inner = share(name, "ffn_hidden_size", ffn_hidden_size, first.size);
-  Parts parts(name);
-  add_norm(parts, hidden, options, first.before);
-  add_product(parts, hidden, gated ? 2 * inner : inner, "fc1_", options.init_method, first.after,
+  Op made{name, {}};
+  add_norm(made, hidden, options, first.before);
+  add_product(made, hidden, gated ? 2 * inner : inner, "fc1_", options.init_method, first.after,
               options.bias, /*return_bias=*/false);
-  parts.add(op(options.activation, {}, options.activation_params));
-  if (options.checkpoint) parts.recompute();
-  add_product(parts, inner, hidden, "fc2_", options.output_layer_init_method, second.after,
+  append(made, op(options.activation, {}, options.activation_params));
+  if (options.checkpoint)
+    for (BasicOp& part : made.basic_ops) part.recompute = true;
+  add_product(made, inner, hidden, "fc2_", options.output_layer_init_method, second.after,
               options.bias, options.return_bias);
-  return with_gradients(std::move(parts).op(), options);
+  return with_gradients(std::move(made), options);
 }
 
 Op for_list(Op op, bool return_bias) {

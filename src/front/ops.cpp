@@ -186,20 +186,16 @@ Op op(const std::string& name, const std::vector<std::pair<std::string, int64_t>
   return made;
 }
 
-void Parts::add(const Op& part, const std::vector<std::string>& names) {
-  const size_t first = op_.parameters.size();
+void append(Op& whole, const Op& part, const std::vector<std::string>& names) {
+  const size_t first = whole.parameters.size();
   for (size_t i = 0; i < part.parameters.size(); ++i) {
-    ParameterSpec& spec = op_.parameters.emplace_back(part.parameters[i]);
+    ParameterSpec& spec = whole.parameters.emplace_back(part.parameters[i]);
     if (!names.empty()) spec.name = names[i];
   }
   for (BasicOp basic : part.basic_ops) {
     for (size_t& place : basic.parameters) place += first;
-    op_.basic_ops.push_back(std::move(basic));
+    whole.basic_ops.push_back(std::move(basic));
   }
-}
-
-ParameterSpec& Parts::parameter(const std::string& name) {
-  return op_.parameters[place_of_parameter(op_, name)];
 }
 
 std::vector<at::Tensor> unread_parameters(const Op& op) {
@@ -303,14 +299,13 @@ Op linear(int64_t in_features, int64_t out_features, const LinearOptions& option
   const bool is_column = parallel.mode == TensorParallel::Mode::column;
   const int64_t in = share("linear", "in_features", in_features, is_column ? 1 : ranks),
                 out = share("linear", "out_features", out_features, is_column ? ranks : 1);
-  Parts parts("linear");
-  for (const Op& part : before) parts.add(part);
+  Op made{"linear", {}};
+  for (const Op& part : before) append(made, part);
   OptionValues product;
   if (options.save_original_input) product.emplace_back("save_original_input", true);
-  parts.add(op("basic_linear", {{"in_features", in}, {"out_features", out}}, product));
-  if (options.bias) parts.add(op("bias", {{"features", out}}));
-  for (const Op& part : after) parts.add(part);
-  Op made = std::move(parts).op();
+  append(made, op("basic_linear", {{"in_features", in}, {"out_features", out}}, product));
+  if (options.bias) append(made, op("bias", {{"features", out}}));
+  for (const Op& part : after) append(made, part);
   split_parameters(made, options.parameters_split, out_features, is_column ? ranks : 1);
   return made;
 }

@@ -10,25 +10,9 @@
 
 namespace tandem::ops {
 
-/// Collects parts; the parameters of the parts become parameters of the op.
-class Parts {
- public:
-  explicit Parts(std::string name) : op_{std::move(name), {}, {}} {}
-
-  /// `names` renames the parameters of `part`, in their order; empty: the names stay.
-  void add(const Op& part, const std::vector<std::string>& names = {});
-  /// Adds a parameter that no part reads.
-  void add_parameter(ParameterSpec spec) { op_.parameters.push_back(std::move(spec)); }
-  ParameterSpec& parameter(const std::string& name);
-  /// Has backward recompute the parts that were added so far.
-  void recompute() {
-    for (BasicOp& part : op_.basic_ops) part.recompute = true;
-  }
-  Op op() && { return std::move(op_); }
-
- private:
-  Op op_;
-};
+/// Adds the basic ops and the parameters of `part` to `whole`. `names` renames these parameters, in
+/// their order; empty: the names stay.
+void append(Op& whole, const Op& part, const std::vector<std::string>& names = {});
 
 /// The collectives before and after a product, and the number of ranks that share its weight.
 struct Collectives {
