@@ -1,5 +1,7 @@
 #include "strings.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -21,12 +23,7 @@ std::string format(const char* pattern, ...) {
 }
 
 std::string join(const std::vector<std::string>& parts, std::string_view separator) {
-  std::string joined;
-  for (const std::string& part : parts) {
-    if (&part != &parts.front()) joined += separator;
-    joined += part;
-  }
-  return joined;
+  return c10::Join(std::string(separator), parts);
 }
 
 std::vector<std::string> split(std::string_view text, char separator) {

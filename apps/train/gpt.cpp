@@ -25,31 +25,28 @@ constexpr double kTemperature = 0.8;
 Gpt::Gpt(const GptConfig& config, Modules modules, at::ScalarType dtype) {
   embedding_ = at::empty({kVocabulary, config.hidden}, dtype).set_requires_grad(true);
   parameters_.push_back({"embedding.weight", embedding_});
-  const auto adopt = [&](const std::string& prefix, NamedTensors parameters) {
-    for (auto& [name, tensor] : parameters)
-      parameters_.push_back({prefix + name, std::move(tensor)});
-  };
-  for (int64_t i = 0; i < config.layers; ++i) {
-    layers_.push_back(modules == Modules::plain ? make_plain_layer(config, dtype)
-                                                : make_tandem_layer(config, dtype));
-    adopt("layers." + std::to_string(i) + ".", layers_.back()->parameters());
-  }
-  head_ =
-      modules == Modules::plain ? make_plain_head(config, dtype) : make_tandem_head(config, dtype);
-  adopt("head.", head_->parameters());
+  const bool is_plain = modules == Modules::plain;
+  for (int64_t i = 0; i < config.layers; ++i)
+    parts_.emplace_back("layers." + std::to_string(i), is_plain ? make_plain_layer(config, dtype)
+                                                                : make_tandem_layer(config, dtype));
+  parts_.emplace_back("head",
+                      is_plain ? make_plain_head(config, dtype) : make_tandem_head(config, dtype));
+  for (const auto& [prefix, part] : parts_)
+    for (const auto& [name, tensor] : part->parameters())
+      parameters_.push_back({prefix + "." + name, tensor});
 }
 
 at::Tensor Gpt::forward(const at::Tensor& bytes) {
   at::Tensor x = at::embedding(embedding_, bytes);
-  for (const auto& layer : layers_) x = layer->forward(x);
-  return head_->logits(x);
+  for (const auto& [name, part] : parts_) x = part->forward(x);
+  return x;
 }
 
 void Gpt::initialize(int64_t seed) {
   const at::NoGradGuard no_grad;
   at::Generator generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed));
-  const double residual_deviation =
-      kInitialDeviation / std::sqrt(2.0 * static_cast<double>(layers_.size()));
+  const auto layers = static_cast<double>(parts_.size() - 1);
+  const double residual_deviation = kInitialDeviation / std::sqrt(2.0 * layers);
   for (const auto& [name, parameter] : parameters_) {
     if (name.ends_with("norm.weight")) {
       parameter.fill_(1);
@@ -65,25 +62,19 @@ void Gpt::initialize(int64_t seed) {
 
 NamedTensors Gpt::buffers() const {
   NamedTensors all;
-  const auto adopt = [&](const std::string& prefix, NamedTensors buffers) {
-    for (auto& [name, tensor] : buffers) all.push_back({prefix + name, std::move(tensor)});
-  };
-  for (size_t i = 0; i < layers_.size(); ++i)
-    adopt("layers." + std::to_string(i) + ".", layers_[i]->buffers());
-  adopt("head.", head_->buffers());
+  for (const auto& [prefix, part] : parts_)
+    for (const auto& [name, tensor] : part->buffers()) all.push_back({prefix + "." + name, tensor});
   return all;
 }
 
 void Gpt::watch(bool on) {
   int64_t number = 1;
-  for (const auto& layer : layers_) layer->watch(on ? number++ : 0);
-  head_->watch(on ? number : 0);
+  for (const auto& [name, part] : parts_) part->watch(on ? number++ : 0);
 }
 
 std::string Gpt::product_at(int64_t pipeline, size_t op) const {
-  const int64_t layer = pipeline - 1;
-  if (layer == static_cast<int64_t>(layers_.size())) return "head";
-  return "layers." + std::to_string(layer) + "." + product_of_layer(op);
+  const std::string& part = parts_[static_cast<size_t>(pipeline - 1)].first;
+  return part == "head" ? part : part + "." + product_of_layer(op);
 }
 
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets) {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gpt_layers.h"
@@ -31,7 +32,7 @@ class Gpt {
   /// Normal(0, 0.02) for matrices, less for matrices that add to the residual stream; ones for
   /// norms, zeros for biases.
   void initialize(int64_t seed);
-  std::string plan_svg() { return layers_.front()->plan_svg(); }
+  std::string plan_svg() { return parts_.front().second->plan_svg(); }
   /// Makes all products report what quantizing loses, or stops that.
   void watch(bool on);
   /// The name of the product behind a pipeline's number and an index in it: "layers.0.qkv".
@@ -39,8 +40,8 @@ class Gpt {
 
  private:
   at::Tensor embedding_;
-  std::vector<std::unique_ptr<GptLayer>> layers_;
-  std::unique_ptr<GptHead> head_;
+  /// The layers and the head, by name.
+  std::vector<std::pair<std::string, std::unique_ptr<GptPart>>> parts_;
   NamedTensors parameters_;
 };
 

@@ -21,10 +21,11 @@ struct GptConfig {
   int64_t inner() const { return (8 * hidden / 3 + 31) / 32 * 32; }
 };
 
-/// A layer from x to y, both [batch, length, hidden].
-class GptLayer {
+/// A layer from x to y, both [batch, length, hidden], or the head, which computes 256 logits from
+/// the last layer's output.
+class GptPart {
  public:
-  virtual ~GptLayer() = default;
+  virtual ~GptPart() = default;
   virtual at::Tensor forward(const at::Tensor& x) = 0;
   /// Names, order and shapes are equal for all implementations.
   virtual NamedTensors parameters() = 0;
@@ -36,25 +37,15 @@ class GptLayer {
   virtual void watch(int64_t /*number*/) {}
 };
 
-/// Computes 256 logits from the last layer's output.
-class GptHead {
- public:
-  virtual ~GptHead() = default;
-  virtual at::Tensor logits(const at::Tensor& x) = 0;
-  virtual NamedTensors parameters() = 0;
-  virtual NamedTensors buffers() { return {}; }
-  virtual void watch(int64_t /*number*/) {}
-};
-
 /// The name of the product at an index in a layer's pipeline: "qkv".
 std::string product_of_layer(size_t op);
 
 /// Implementations by libtorch's own modules and functions.
-std::unique_ptr<GptLayer> make_plain_layer(const GptConfig& config, at::ScalarType dtype);
-std::unique_ptr<GptHead> make_plain_head(const GptConfig& config, at::ScalarType dtype);
+std::unique_ptr<GptPart> make_plain_layer(const GptConfig& config, at::ScalarType dtype);
+std::unique_ptr<GptPart> make_plain_head(const GptConfig& config, at::ScalarType dtype);
 
 /// Implementations by Tandem pipelines.
-std::unique_ptr<GptLayer> make_tandem_layer(const GptConfig& config, at::ScalarType dtype);
-std::unique_ptr<GptHead> make_tandem_head(const GptConfig& config, at::ScalarType dtype);
+std::unique_ptr<GptPart> make_tandem_layer(const GptConfig& config, at::ScalarType dtype);
+std::unique_ptr<GptPart> make_tandem_head(const GptConfig& config, at::ScalarType dtype);
 
 }  // namespace tandem::apps

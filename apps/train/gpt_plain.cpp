@@ -26,7 +26,7 @@ at::Tensor make_norm_weight(int64_t hidden, at::ScalarType dtype) {
   return at::ones({hidden}, at::TensorOptions(dtype)).set_requires_grad(true);
 }
 
-class PlainLayer final : public GptLayer {
+class PlainLayer final : public GptPart {
  public:
   PlainLayer(const GptConfig& config, at::ScalarType dtype)
       : heads_(config.heads),
@@ -94,13 +94,13 @@ class PlainLayer final : public GptLayer {
   torch::nn::Linear qkv_, projection_, up_, down_;
 };
 
-class PlainHead final : public GptHead {
+class PlainHead final : public GptPart {
  public:
   PlainHead(const GptConfig& config, at::ScalarType dtype)
       : norm_(make_norm_weight(config.hidden, dtype)),
         linear_(make_linear(config.hidden, kVocabulary, false, dtype)) {}
 
-  at::Tensor logits(const at::Tensor& x) override {
+  at::Tensor forward(const at::Tensor& x) override {
     return linear_->forward(at::rms_norm(x, norm_.sizes(), norm_, kNormEps));
   }
 
@@ -115,11 +115,11 @@ class PlainHead final : public GptHead {
 
 }  // namespace
 
-std::unique_ptr<GptLayer> make_plain_layer(const GptConfig& config, at::ScalarType dtype) {
+std::unique_ptr<GptPart> make_plain_layer(const GptConfig& config, at::ScalarType dtype) {
   return std::make_unique<PlainLayer>(config, dtype);
 }
 
-std::unique_ptr<GptHead> make_plain_head(const GptConfig& config, at::ScalarType dtype) {
+std::unique_ptr<GptPart> make_plain_head(const GptConfig& config, at::ScalarType dtype) {
   return std::make_unique<PlainHead>(config, dtype);
 }
 

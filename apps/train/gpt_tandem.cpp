@@ -8,23 +8,6 @@ namespace {
 
 using Ops = std::vector<Op>;
 
-/// Gives the pipeline's parameters these names. The pipeline names them by the index of their op:
-/// "1.weight".
-NamedTensors renamed(const Sequential& pipeline,
-                     std::initializer_list<std::pair<const char*, const char*>> names) {
-  const auto parameters = pipeline->named_parameters();
-  NamedTensors renamed;
-  for (const auto& [place, name] : names) renamed.push_back({name, parameters[place]});
-  return renamed;
-}
-
-NamedTensors buffers_of(const Sequential& pipeline) {
-  NamedTensors all;
-  for (const auto& buffer : pipeline->named_buffers())
-    all.push_back({"pipeline." + buffer.key(), buffer.value()});
-  return all;
-}
-
 Ops ops_of_layer(const GptConfig& config) {
   const int64_t hidden = config.hidden;
   const auto heads = static_cast<size_t>(config.heads), width = static_cast<size_t>(hidden) / heads;
@@ -42,52 +25,37 @@ Ops ops_of_layer(const GptConfig& config) {
           ops::add_extra_input({.channel = "attended"})};
 }
 
-class TandemLayer final : public GptLayer {
+/// A part of the model as one pipeline.
+class TandemPart final : public GptPart {
  public:
-  TandemLayer(const GptConfig& config, at::ScalarType dtype)
-      : pipeline_(ops_of_layer(config), dtype) {}
+  /// The pipeline names parameters by the index of their op, as "1.weight", and the model by
+  /// `names`.
+  using Names = std::vector<std::pair<const char*, const char*>>;
+  TandemPart(const Ops& ops, Names names, at::ScalarType dtype)
+      : pipeline_(ops, dtype), names_(std::move(names)) {}
 
   at::Tensor forward(const at::Tensor& x) override { return pipeline_->forward(x); }
 
   NamedTensors parameters() override {
-    return renamed(pipeline_, {{"1.weight", "attention_norm.weight"},
-                               {"2.weight", "qkv.weight"},
-                               {"2.bias", "qkv.bias"},
-                               {"5.weight", "projection.weight"},
-                               {"5.bias", "projection.bias"},
-                               {"8.weight", "mlp_norm.weight"},
-                               {"9.weight", "up.weight"},
-                               {"9.bias", "up.bias"},
-                               {"11.weight", "down.weight"},
-                               {"11.bias", "down.bias"}});
+    const auto parameters = pipeline_->named_parameters();
+    NamedTensors named;
+    for (const auto& [place, name] : names_) named.push_back({name, parameters[place]});
+    return named;
   }
 
-  NamedTensors buffers() override { return buffers_of(pipeline_); }
+  NamedTensors buffers() override {
+    NamedTensors named;
+    for (const auto& buffer : pipeline_->named_buffers())
+      named.push_back({"pipeline." + buffer.key(), buffer.value()});
+    return named;
+  }
+
   std::string plan_svg() override { return pipeline_->explain(ExplainFormat::svg); }
   void watch(int64_t number) override { pipeline_->set_watched(number); }
 
  private:
   Sequential pipeline_;
-};
-
-class TandemHead final : public GptHead {
- public:
-  TandemHead(const GptConfig& config, at::ScalarType dtype)
-      : pipeline_(Ops{ops::rms_norm(config.hidden, {.eps = kNormEps}),
-                      ops::linear(config.hidden, kVocabulary, {.bias = false})},
-                  dtype) {}
-
-  at::Tensor logits(const at::Tensor& x) override { return pipeline_->forward(x); }
-
-  NamedTensors parameters() override {
-    return renamed(pipeline_, {{"0.weight", "norm.weight"}, {"1.weight", "linear.weight"}});
-  }
-
-  NamedTensors buffers() override { return buffers_of(pipeline_); }
-  void watch(int64_t number) override { pipeline_->set_watched(number); }
-
- private:
-  Sequential pipeline_;
+  const Names names_;
 };
 
 }  // namespace
@@ -98,12 +66,26 @@ std::string product_of_layer(size_t op) {
   return op < kProjection ? "qkv" : op < kUp ? "projection" : op < kDown ? "up" : "down";
 }
 
-std::unique_ptr<GptLayer> make_tandem_layer(const GptConfig& config, at::ScalarType dtype) {
-  return std::make_unique<TandemLayer>(config, dtype);
+std::unique_ptr<GptPart> make_tandem_layer(const GptConfig& config, at::ScalarType dtype) {
+  return std::make_unique<TandemPart>(ops_of_layer(config),
+                                      TandemPart::Names{{"1.weight", "attention_norm.weight"},
+                                                        {"2.weight", "qkv.weight"},
+                                                        {"2.bias", "qkv.bias"},
+                                                        {"5.weight", "projection.weight"},
+                                                        {"5.bias", "projection.bias"},
+                                                        {"8.weight", "mlp_norm.weight"},
+                                                        {"9.weight", "up.weight"},
+                                                        {"9.bias", "up.bias"},
+                                                        {"11.weight", "down.weight"},
+                                                        {"11.bias", "down.bias"}},
+                                      dtype);
 }
 
-std::unique_ptr<GptHead> make_tandem_head(const GptConfig& config, at::ScalarType dtype) {
-  return std::make_unique<TandemHead>(config, dtype);
+std::unique_ptr<GptPart> make_tandem_head(const GptConfig& config, at::ScalarType dtype) {
+  return std::make_unique<TandemPart>(
+      Ops{ops::rms_norm(config.hidden, {.eps = kNormEps}),
+          ops::linear(config.hidden, kVocabulary, {.bias = false})},
+      TandemPart::Names{{"0.weight", "norm.weight"}, {"1.weight", "linear.weight"}}, dtype);
 }
 
 }  // namespace tandem::apps
