@@ -16,7 +16,7 @@
 #include "kernels/norm.h"
 #include "kernels/nvfp4.h"
 #include "kernels/parallel.h"
-#include "kernels/quantize_made.h"
+#include "kernels/quantize.h"
 #include "support/thread_pool.h"
 
 namespace tandem {
@@ -259,12 +259,12 @@ void run_all(const Bench& bench) {
                                     {to, element, count, hidden, hidden}, inv.data() + first);
             }};
   };
-  bench.report("rms_norm, mxfp8_quantize, by row", 1, rows * hidden,
-               [&](const std::vector<ConstRows>& in, void* out) {
-                 cpu::mxfp8_quantize_made(made_by_norm(in[0]), {},
-                                          {static_cast<uint8_t*>(out), row_scales.data()}, {},
-                                          &amax);
-               });
+  bench.report(
+      "rms_norm, mxfp8_quantize, by row", 1, rows * hidden,
+      [&](const std::vector<ConstRows>& in, void* out) {
+        const cpu::MadeRows made = made_by_norm(in[0]);
+        cpu::mxfp8_quantize(&made, {}, {static_cast<uint8_t*>(out), row_scales.data()}, {}, &amax);
+      });
 }
 
 }  // namespace

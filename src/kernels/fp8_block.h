@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/fp8.h"
-#include "kernels/views.h"
+#include "kernels/quantize_made.h"
 
 namespace tandem::kernels {
 
@@ -72,7 +72,7 @@ namespace cpu {
 ///          per element and shape, and 1/32 of that in scales.
 /// Error:   none: bitwise equal to the reference on every target and thread count (tests Fp8Block,
 ///          GoldenBlocks).
-void fp8_block_quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+void fp8_block_quantize(const Input& x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
                         Fp8BlockOutput column, Fp8BlockOutput square, float* amax);
 
 /// y = decode(codes) * dequant_scale in float32, rounded once to y's element.

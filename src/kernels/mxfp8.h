@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/fp8.h"
-#include "kernels/views.h"
+#include "kernels/quantize_made.h"
 
 namespace tandem::kernels {
 
@@ -61,8 +61,8 @@ namespace cpu {
 ///          per element and direction, and 1/32 of that in scales.
 /// Error:   none: bitwise equal to the reference on every target and thread count (tests Mxfp8,
 ///          GoldenMxfp8).
-void mxfp8_quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
-                    float* amax);
+void mxfp8_quantize(const Input& x, const Mxfp8Scaling& scaling, Mxfp8Output row,
+                    Mxfp8Output column, float* amax);
 
 /// y = decode(codes) * 2^(dequant_scale - 127) in float32, rounded once to y's element; a scale of
 /// 0xFF gives NaN.

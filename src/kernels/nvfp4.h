@@ -4,7 +4,7 @@
 #include <bit>
 
 #include "kernels/fp8.h"
-#include "kernels/views.h"
+#include "kernels/quantize_made.h"
 
 namespace tandem::kernels {
 
@@ -146,8 +146,11 @@ namespace cpu {
 /// Error:   none: bitwise equal to the reference on every target and thread count (tests Nvfp4,
 ///          GoldenBlocks).
 /// Source:  Cook et al., Four Over Six, 2025.
-void nvfp4_quantize(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column,
+void nvfp4_quantize(const Input& x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column,
                     float* amax);
+/// nvfp4_quantize of a matrix whose amax is known, with the same bits.
+void nvfp4_quantize_seen(ConstRows x, const Seen& seen, const Fp4Scaling& scaling, Fp4Output row,
+                         Fp4Output column, float* amax);
 
 /// y = codes * (dequant_scale * A * (1 / (6 L))) in float32, rounded once to y's element, with L
 /// the largest scale.

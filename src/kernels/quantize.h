@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/fp8.h"
-#include "kernels/views.h"
+#include "kernels/quantize_made.h"
 
 namespace tandem::kernels {
 
@@ -19,7 +19,8 @@ struct CurrentScaling {
   bool power_of_two = false;
 };
 
-/// The output of a quantization: source ~= decode(codes) * dequant_scale.
+/// The output of a quantization: source ~= decode(codes) * dequant_scale. A null scale or amax is
+/// not written.
 struct Fp8Output {
   /// [rows, cols], contiguous.
   uint8_t* codes = nullptr;
@@ -32,20 +33,23 @@ struct Fp8Output {
 namespace cpu {
 
 /// max |x|, NaN skipped, infinities not; 0 for an empty x.
-float amax(ConstRows x);
+Seen seen_in(const Input& x);
 
 /// Computes the amax of x, the scale from it, and codes = fp8_from_float(x * scale). Every target
 /// and thread count gives the same bits.
 ///
 /// Bytes:   reads x twice (the second time from cache where it fits), writes one byte per element.
-void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out);
+void quantize_current(const Input& x, const CurrentScaling& scaling, Fp8Output out);
+/// quantize_current of a matrix whose amax is known, with the same bits.
+void quantize_current_seen(ConstRows x, const Seen& seen, const CurrentScaling& scaling,
+                           Fp8Output out);
 
 /// codes = fp8_from_float(x * quant_scale) with a scale from past steps, dequant_scale = 1 /
 /// quant_scale, and the amax of x for the scales of later steps (delayed.h). Every target and
 /// thread count gives the same bits.
 ///
 /// Bytes:   reads x once, writes one byte per element.
-void quantize_delayed(ConstRows x, Fp8Format format, float quant_scale, Fp8Output out);
+void quantize_delayed(const Input& x, Fp8Format format, float quant_scale, Fp8Output out);
 
 /// y = decode(codes) * dequant_scale in float32, rounded once to y's element.
 void dequantize(const uint8_t* codes, Fp8Format format, float dequant_scale, Rows y);

@@ -4,11 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <variant>
 
-#include "kernels/fp8_block.h"
-#include "kernels/mxfp8.h"
-#include "kernels/nvfp4.h"
-#include "kernels/quantize.h"
+#include "kernels/views.h"
 
 namespace tandem::kernels::cpu {
 
@@ -46,52 +44,41 @@ struct MadeBands {
   size_t count;
 };
 
-/// quantize_current of y, which has memory, with the same bits.
-///
-/// Bytes:   writes y, reads it once, writes one byte per element.
-void quantize_current_made(const MadeRows& made, const CurrentScaling& scaling, Fp8Output out);
-
-/// quantize_delayed of y, with the same bits.
-///
-/// Bytes:   writes y where it has memory, and one byte per element.
-void quantize_delayed_made(const MadeRows& made, Fp8Format format, float quant_scale,
-                           Fp8Output out);
-
-/// fp8_block_quantize of y, with the same bits.
-///
-/// Bytes:   writes y where it has memory; one byte per element and shape, and 1/32 of that in
-///          scales.
-void fp8_block_quantize_made(const MadeRows& made, const Fp8BlockScaling& scaling,
-                             Fp8BlockOutput row, Fp8BlockOutput column, Fp8BlockOutput square,
-                             float* amax);
-
-/// mxfp8_quantize of y, with the same bits.
-///
-/// Bytes:   writes y where it has memory; one byte per element and direction, and 1/32 of that in
-///          scales.
-void mxfp8_quantize_made(const MadeRows& made, const Mxfp8Scaling& scaling, Mxfp8Output row,
-                         Mxfp8Output column, float* amax);
-
-/// nvfp4_quantize of y, which has memory, with the same bits.
-///
-/// Bytes:   writes y, reads it once, and once more for rotated column codes; writes half a byte per
-///          element and direction, and 1/8 of that in scales.
-void nvfp4_quantize_made(const MadeRows& made, const Fp4Scaling& scaling, Fp4Output row,
-                         Fp4Output column, float* amax);
-
-/// Makes all rows of y, which has memory; returns the amax of y, NaN skipped.
-float amax_made(const MadeRows& made);
-
 /// Makes all rows of y, in bands that stay in the cache.
 void make_all(const MadeRows& made);
 
 /// Contiguous rows, from `first` on, of a matrix of `of_rows` rows. A kernel that makes rows of
 /// another matrix too makes and quantizes this matrix band by band; several threads quantize bands
-/// at once.
+/// at once. Outputs are those of the whole matrix. A band has whole blocks, but for the last band,
+/// and requires takes_bands_of_blocks() if there are blocks. The first band clears the padding of
+/// the whole matrix.
 struct Band {
   ConstRows rows;
   size_t first, of_rows;
 };
+/// Whether this processor's vectors have more than one lane.
+bool takes_bands_of_blocks();
+
+/// What a quantizer reads: a matrix, a matrix whose rows it makes, or a band. The bits of the codes
+/// do not depend on which. Rows that are made are read while they are in the cache, and y is
+/// written where it has memory. If one scale depends on all of y, y must have memory, and is read
+/// again.
+using Input = std::variant<ConstRows, const MadeRows*, Band>;
+
+/// The element and the sizes of the whole matrix, and its memory if it has any.
+inline ConstRows whole_of(const Input& x) {
+  if (const auto* made = std::get_if<const MadeRows*>(&x)) return (*made)->y;
+  if (const auto* band = std::get_if<Band>(&x)) {
+    const ConstRows& rows = band->rows;
+    return {nullptr, rows.element, band->of_rows, rows.cols, rows.stride};
+  }
+  return *std::get_if<ConstRows>(&x);
+}
+/// Whether the first rows of the matrix are among those that are read.
+inline bool has_first_rows(const Input& x) {
+  const auto* band = std::get_if<Band>(&x);
+  return band == nullptr || band->first == 0;
+}
 
 /// Returns memory of the calling thread for this many elements, which is valid until the next call.
 void* memory_beside(size_t elements);
@@ -101,26 +88,5 @@ struct Seen {
   float amax = 0.0f;
   bool has_nan = false;
 };
-Seen look_at_band(const Band& band);
-
-/// Writes the codes of a band into `codes`, the codes of the whole matrix, with the bits of
-/// quantize_delayed.
-Seen quantize_delayed_band(const Band& band, Fp8Format format, float quant_scale, uint8_t* codes);
-
-/// Write the codes and scales of a band into the outputs of the whole matrix. A band has whole
-/// blocks, but for the last band. The first band clears the padding of the whole matrix. Requires
-/// takes_bands_of_blocks().
-Seen fp8_block_quantize_band(const Band& band, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
-                             Fp8BlockOutput column, Fp8BlockOutput square);
-Seen mxfp8_quantize_band(const Band& band, const Mxfp8Scaling& scaling, Mxfp8Output row,
-                         Mxfp8Output column);
-/// Whether this processor's vectors have more than one lane.
-bool takes_bands_of_blocks();
-
-/// quantize_current and nvfp4_quantize of a matrix whose amax is known, with the same bits.
-void quantize_current_seen(ConstRows y, const Seen& seen, const CurrentScaling& scaling,
-                           Fp8Output out);
-void nvfp4_quantize_seen(ConstRows y, const Seen& seen, const Fp4Scaling& scaling, Fp4Output row,
-                         Fp4Output column, float* amax);
 
 }  // namespace tandem::kernels::cpu

@@ -117,9 +117,10 @@ TEST_P(GoldenMxfp8, DelayedRun) {
     std::vector<uint32_t> scale_inv, scale_after, hist_after;
     for (size_t step = 0; step < steps; ++step) {
       float dequant_scale = 0, amax = 0;
-      kernels::cpu::quantize_delayed(
-          {x.data() + step * rows * cols, Element::bfloat16, rows, cols, cols}, format_of(options),
-          scale[0], {codes.data(), &dequant_scale, &amax});
+      const kernels::ConstRows of_step{x.data() + step * rows * cols, Element::bfloat16, rows, cols,
+                                       cols};
+      kernels::cpu::quantize_delayed(of_step, format_of(options), scale[0],
+                                     {codes.data(), &dequant_scale, &amax});
       history[0] = std::max(history[0], amax);
       all_codes.insert(all_codes.end(), codes.begin(), codes.end());
       scale_inv.push_back(bits_of(dequant_scale));

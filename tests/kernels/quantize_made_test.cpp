@@ -13,7 +13,11 @@
 #include <mutex>
 #include <thread>
 
+#include "kernels/fp8_block.h"
+#include "kernels/mxfp8.h"
+#include "kernels/nvfp4.h"
 #include "kernels/partial_sums.h"
+#include "kernels/quantize.h"
 #include "support/matrix.h"
 #include "support/targets.h"
 #include "support/thread_pool.h"
@@ -31,6 +35,7 @@ using kernels::Fp8Output;
 using kernels::MxDirection;
 using kernels::Mxfp8Output;
 using kernels::cpu::Band;
+using kernels::cpu::Input;
 using kernels::cpu::MadeRows;
 using kernels::cpu::Seen;
 
@@ -97,9 +102,14 @@ struct Written {
   }
 };
 
+/// What is made, or the matrix itself where `made` is null.
+Input input_of(ConstRows x, const MadeRows* made) {
+  return made != nullptr ? Input(made) : Input(x);
+}
+
 class QuantizeMade : public ::testing::TestWithParam<int64_t> {
  protected:
-  /// `run(made, written)` quantizes what is made, or, where `made` is null, the matrix itself.
+  /// `run(x, made, written)` quantizes what is made, or, where `made` is null, the matrix itself.
   template <typename Run>
   void expect_same_bits(const Run& run) {
     const ScopedTarget target(GetParam());
@@ -134,11 +144,7 @@ class QuantizeMade : public ::testing::TestWithParam<int64_t> {
 TEST_P(QuantizeMade, WithAScaleThatIsGiven) {
   expect_same_bits([](ConstRows x, const MadeRows* made, Written& to) {
     const Fp8Output out{to.code(0, x), &to.numbers[0], &to.numbers[1]};
-    if (made != nullptr) {
-      kernels::cpu::quantize_delayed_made(*made, Fp8Format::e5m2, 3.0f, out);
-    } else {
-      kernels::cpu::quantize_delayed(x, Fp8Format::e5m2, 3.0f, out);
-    }
+    kernels::cpu::quantize_delayed(input_of(x, made), Fp8Format::e5m2, 3.0f, out);
   });
 }
 
@@ -157,11 +163,8 @@ TEST_P(QuantizeMade, InBlocksOf128) {
         column = output(1, Fp8BlockShape::column);
       }
       const Fp8BlockScaling scaling{Fp8Format::e4m3, 0.0f, false};
-      if (made != nullptr) {
-        kernels::cpu::fp8_block_quantize_made(*made, scaling, row, column, square, &to.numbers[0]);
-      } else {
-        kernels::cpu::fp8_block_quantize(x, scaling, row, column, square, &to.numbers[0]);
-      }
+      kernels::cpu::fp8_block_quantize(input_of(x, made), scaling, row, column, square,
+                                       &to.numbers[0]);
     });
 }
 
@@ -173,13 +176,8 @@ TEST_P(QuantizeMade, InMxBlocks) {
         const auto shape = kernels::mx_scale_shape(static_cast<MxDirection>(i), x.rows, x.cols);
         out[i] = {to.code(i, x), to.scale<uint8_t>(i, shape.size())};
       }
-      if (made != nullptr) {
-        kernels::cpu::mxfp8_quantize_made(*made, {Fp8Format::e4m3, is_square}, out[0], out[1],
-                                          &to.numbers[0]);
-      } else {
-        kernels::cpu::mxfp8_quantize(x, {Fp8Format::e4m3, is_square}, out[0], out[1],
-                                     &to.numbers[0]);
-      }
+      kernels::cpu::mxfp8_quantize(input_of(x, made), {Fp8Format::e4m3, is_square}, out[0], out[1],
+                                   &to.numbers[0]);
     });
 }
 
@@ -187,13 +185,8 @@ TEST_P(QuantizeMade, OnlyOneDirectionOrOnlyTheAmax) {
   expect_same_bits([](ConstRows x, const MadeRows* made, Written& to) {
     const auto shape = kernels::mx_scale_shape(MxDirection::column, x.rows, x.cols);
     const Mxfp8Output column{to.code(1, x), to.scale<uint8_t>(1, shape.size())};
-    if (made != nullptr) {
-      kernels::cpu::mxfp8_quantize_made(*made, {}, {}, column, &to.numbers[0]);
-      kernels::cpu::fp8_block_quantize_made(*made, {}, {}, {}, {}, &to.numbers[1]);
-    } else {
-      kernels::cpu::mxfp8_quantize(x, {}, {}, column, &to.numbers[0]);
-      kernels::cpu::fp8_block_quantize(x, {}, {}, {}, {}, &to.numbers[1]);
-    }
+    kernels::cpu::mxfp8_quantize(input_of(x, made), {}, {}, column, &to.numbers[0]);
+    kernels::cpu::fp8_block_quantize(input_of(x, made), {}, {}, {}, {}, &to.numbers[1]);
   });
 }
 
@@ -205,8 +198,9 @@ TEST_P(QuantizeMade, WithAScaleOfItsOwn) {
       x.view(), {Fp8Format::e4m3, 0.0f, true},
       {expected.code(0, x.view()), &expected.numbers[0], &expected.numbers[1]});
   Matrix kept(Element::bfloat16, 300, 700);
-  kernels::cpu::quantize_current_made(copies_of(x, &kept), {Fp8Format::e4m3, 0.0f, true},
-                                      {got.code(0, x.view()), &got.numbers[0], &got.numbers[1]});
+  const MadeRows made = copies_of(x, &kept);
+  kernels::cpu::quantize_current(&made, {Fp8Format::e4m3, 0.0f, true},
+                                 {got.code(0, x.view()), &got.numbers[0], &got.numbers[1]});
   EXPECT_TRUE(got == expected);
   EXPECT_EQ(kept.bits(), x.bits());
 }
@@ -222,7 +216,7 @@ TEST_P(QuantizeMade, InFp4Blocks) {
         const Matrix x =
             Matrix::random(element, static_cast<size_t>(rows), static_cast<size_t>(cols), 0, 11);
         Matrix kept(element, x.rows(), x.cols());
-        const auto run = [&](Written& to, const auto& quantize) {
+        const auto run = [&](Written& to, const Input& input) {
           std::array<float, 2> amaxes{-1.0f, -1.0f};
           std::array<kernels::Fp4Output, 2> out;
           for (const size_t i : {0u, 1u}) {
@@ -234,16 +228,13 @@ TEST_P(QuantizeMade, InFp4Blocks) {
                           i, kernels::fp4_scale_shape(direction, x.rows(), x.cols()).size()),
                       &amaxes[i]};
           }
-          quantize(out[0], out[1], &to.numbers[0]);
+          kernels::cpu::nvfp4_quantize(input, scaling, out[0], out[1], &to.numbers[0]);
           to.numbers[1] = amaxes[0] + 2 * amaxes[1];
         };
         Written expected, got;
-        run(expected, [&](auto row, auto column, float* amax) {
-          kernels::cpu::nvfp4_quantize(x.view(), scaling, row, column, amax);
-        });
-        run(got, [&](auto row, auto column, float* amax) {
-          kernels::cpu::nvfp4_quantize_made(copies_of(x, &kept), scaling, row, column, amax);
-        });
+        const MadeRows made = copies_of(x, &kept);
+        run(expected, x.view());
+        run(got, &made);
         EXPECT_TRUE(got == expected) << name_of(element) << " " << rows << "x" << cols;
         EXPECT_EQ(kept.bits(), x.bits());
       }
@@ -255,10 +246,12 @@ TEST_P(QuantizeMade, InBandsBesideAnotherMatrixWithAScaleThatIsGiven) {
       const Fp8Output out{to.code(0, x), &to.numbers[0], &to.numbers[1]};
       if (made == nullptr) return kernels::cpu::quantize_delayed(x, Fp8Format::e5m2, 3.0f, out);
       kernels::cpu::quantize_delayed({}, Fp8Format::e5m2, 3.0f, out);  // of no rows: the scale
-      to.numbers[1] =
-          in_bands(*made, together, [&](const Band& band) {
-            return kernels::cpu::quantize_delayed_band(band, Fp8Format::e5m2, 3.0f, out.codes);
-          }).amax;
+      to.numbers[1] = in_bands(*made, together, [&](const Band& band) {
+                        Seen seen;
+                        kernels::cpu::quantize_delayed(band, Fp8Format::e5m2, 3.0f,
+                                                       {out.codes, nullptr, &seen.amax});
+                        return seen;
+                      }).amax;
     });
 }
 
@@ -285,7 +278,9 @@ TEST_P(QuantizeMade, InBandsBesideAnotherMatrixInBlocksOf128) {
         return kernels::cpu::fp8_block_quantize(x, scaling, row, column, square, &to.numbers[0]);
       to.numbers[0] =
           in_bands(*made, kernels::kFp8Block, [&](const Band& band) {
-            return kernels::cpu::fp8_block_quantize_band(band, scaling, row, column, square);
+            Seen seen;
+            kernels::cpu::fp8_block_quantize(band, scaling, row, column, square, &seen.amax);
+            return seen;
           }).amax;
     });
 }
@@ -307,7 +302,9 @@ TEST_P(QuantizeMade, InBandsBesideAnotherMatrixInMxBlocks) {
         if (made == nullptr)
           return kernels::cpu::mxfp8_quantize(x, scaling, out[0], out[1], &to.numbers[0]);
         to.numbers[0] = in_bands(*made, together, [&](const Band& band) {
-                          return kernels::cpu::mxfp8_quantize_band(band, scaling, out[0], out[1]);
+                          Seen seen;
+                          kernels::cpu::mxfp8_quantize(band, scaling, out[0], out[1], &seen.amax);
+                          return seen;
                         }).amax;
       });
 }
@@ -317,7 +314,7 @@ TEST_P(QuantizeMade, OnceItsAmaxIsSeen) {
   expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
     const Fp8Output out{to.code(0, x), &to.numbers[0], &to.numbers[1]};
     if (made == nullptr) return kernels::cpu::quantize_current(x, scaling, out);
-    const Seen seen = in_bands(*made, 1, kernels::cpu::look_at_band);
+    const Seen seen = in_bands(*made, 1, kernels::cpu::seen_in);
     kernels::cpu::quantize_current_seen(x, seen, scaling, out);
   });
   expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
@@ -334,7 +331,7 @@ TEST_P(QuantizeMade, OnceItsAmaxIsSeen) {
     if (made == nullptr) {
       kernels::cpu::nvfp4_quantize(x, four, out[0], out[1], &to.numbers[0]);
     } else {
-      const Seen seen = in_bands(*made, 1, kernels::cpu::look_at_band);
+      const Seen seen = in_bands(*made, 1, kernels::cpu::seen_in);
       kernels::cpu::nvfp4_quantize_seen(x, seen, four, out[0], out[1], &to.numbers[0]);
     }
   });
@@ -369,18 +366,18 @@ TEST_P(QuantizeMade, RowsOfASumAreAskedForInOrderByOneThread) {
         }
       };
       if (kind == 0) {
-        kernels::cpu::mxfp8_quantize_made(made, {}, {}, {}, numbers);
+        kernels::cpu::mxfp8_quantize(&made, {}, {}, {}, numbers);
       } else if (kind == 1) {
-        kernels::cpu::fp8_block_quantize_made(made, {}, {}, {}, {}, numbers);
+        kernels::cpu::fp8_block_quantize(&made, {}, {}, {}, {}, numbers);
       } else if (kind == 2) {
-        kernels::cpu::quantize_delayed_made(made, Fp8Format::e4m3, 2.0f,
-                                            {codes.data(), &numbers[0], &numbers[1]});
+        kernels::cpu::quantize_delayed(&made, Fp8Format::e4m3, 2.0f,
+                                       {codes.data(), &numbers[0], &numbers[1]});
       } else if (kind == 3) {
-        EXPECT_GT(kernels::cpu::amax_made(made), 0.0f);
+        EXPECT_GT(kernels::cpu::seen_in(&made).amax, 0.0f);
       } else if (kind == 4) {
         kernels::cpu::make_all(made);
       } else {
-        kernels::cpu::mxfp8_quantize_made(made, {}, {}, {}, numbers);
+        kernels::cpu::mxfp8_quantize(&made, {}, {}, {}, numbers);
       }
       EXPECT_EQ(next_of_block.size(), kernels::sum_blocks(x.rows())) << kind;
     }

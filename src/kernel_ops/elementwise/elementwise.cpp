@@ -77,7 +77,7 @@ void SumRows::cpu(const Args& args, std::span<Tensor> results) {
       codes.quantizer->format->layout.applies_at_end && !scaling.takes_scale;
   if (finds_one_scale || !x.is_contiguous()) {
     kernels::cpu::sum_rows(rows, totals);
-    return scaling.cpu->quantize(x, codes.given, *codes.quantizer, group);
+    return quantize_on_cpu(rows, codes.given, *codes.quantizer, group);
   }
   const SumsOfMade sums(rows.rows, rows.cols);
   const auto add = [&](size_t first, size_t count, void*) {

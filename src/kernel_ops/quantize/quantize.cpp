@@ -67,8 +67,7 @@ Specs<group_size> Quantize::shapes(const Args& args) {
 }
 
 void Quantize::cpu(const Args& args, std::span<Tensor> results) {
-  args.quantizer.scaling->cpu->quantize(args.x, args.given, args.quantizer,
-                                        results.first<group_size>());
+  quantize_on_cpu(RowsIn(args.x), args.given, args.quantizer, results.first<group_size>());
 }
 
 Results<group_size> Quantize::reference(const Args& args) {

@@ -513,19 +513,6 @@ HWY_INLINE void quantize_band(E element, ConstRows band, const Fetch& fetch, con
     }
 }
 
-/// Applies quantize_tile to a band, with a scaling that writes after the rows before the band;
-/// returns the band's amax.
-template <class Scaling, typename E>
-HWY_INLINE float quantize_tiles_of_band(E element, const Band& band, const Scaling& scaling) {
-  const ScopedFloatMode mode;
-  Extremes extremes;
-  TileWork<E, Scaling::kBlock> work;
-  const auto fetch_nothing = [](size_t, size_t, size_t) {};
-  quantize_band(element, band.rows, fetch_nothing, scaling.behind(band.first, band.rows.cols), work,
-                extremes);
-  return value_of_bits(element, extremes.amax_bits);
-}
-
 /// quantize_tiles for a matrix that is being computed, in bands of whole blocks that stay in the
 /// cache. `scaling.behind(rows, cols)` writes after `rows` rows of `cols` numbers.
 template <class Scaling, typename E>
@@ -558,11 +545,24 @@ HWY_INLINE float quantize_tiles_made(E element, const MadeRows& made, const Scal
   return value_of_bits(element, shared.get().amax_bits);
 }
 
+/// Applies quantize_tile to all that is read; returns its amax.
+template <class Scaling, typename E>
+HWY_INLINE float quantize_input(E element, const Input& x, const Scaling& scaling) {
+  if (const auto* made = std::get_if<const MadeRows*>(&x))
+    return quantize_tiles_made(element, **made, scaling);
+  if (const auto* band = std::get_if<Band>(&x))
+    return quantize_tiles(element, band->rows, scaling.behind(band->first, band->rows.cols));
+  return quantize_tiles(element, *std::get_if<ConstRows>(&x), scaling);
+}
+
 #else  // !TANDEM_HAS_ELEMENT_PAIRS
 
-/// Computes all of y, in memory of its own if it has none, and calls `body` with it.
+/// Calls `body` with all of x, which is no band. If x is made and has no memory, it gets some.
 template <typename Body>
-void with_all_made(const MadeRows& made, const Body& body) {
+void with_whole(const Input& x, const Body& body) {
+  const auto* const input = std::get_if<const MadeRows*>(&x);
+  if (input == nullptr) return body(whole_of(x));
+  const MadeRows& made = **input;
   Rows y = made.y;
   std::vector<uint8_t> memory;
   if (!y) {

@@ -134,51 +134,21 @@ struct Fp8Tiles {
 
 #endif  // TANDEM_HAS_ELEMENT_PAIRS
 
-void quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+void quantize(const Input& x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
               Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
 #if TANDEM_HAS_ELEMENT_PAIRS
-  with_element(x.element, [&](auto element) HWY_ATTR {
+  const ConstRows whole = whole_of(x);
+  with_element(whole.element, [&](auto element) HWY_ATTR {
     with_format(scaling.format, [&](auto format) HWY_ATTR {
       const float largest =
-          quantize_tiles(element, x, Fp8Tiles<format()>(x, scaling, row, column, square));
+          quantize_input(element, x, Fp8Tiles<format()>(whole, scaling, row, column, square));
       if (amax != nullptr) *amax = largest;
     });
   });
 #else
   // Pairs of vectors need more than one lane. Without them the reference is as fast.
-  fp8_block_quantize_reference(x, scaling, row, column, square, amax);
-#endif
-}
-
-void quantize_made(const MadeRows& made, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
-                   Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
-#if TANDEM_HAS_ELEMENT_PAIRS
-  with_element(made.y.element, [&](auto element) HWY_ATTR {
-    with_format(scaling.format, [&](auto format) HWY_ATTR {
-      const float largest = quantize_tiles_made(
-          element, made, Fp8Tiles<format()>(made.y, scaling, row, column, square));
-      if (amax != nullptr) *amax = largest;
-    });
-  });
-#else
-  with_all_made(made, [&](ConstRows y) {
-    fp8_block_quantize_reference(y, scaling, row, column, square, amax);
-  });
-#endif
-}
-
-void quantize_band_of([[maybe_unused]] const Band& band,
-                      [[maybe_unused]] const Fp8BlockScaling& scaling,
-                      [[maybe_unused]] Fp8BlockOutput row, [[maybe_unused]] Fp8BlockOutput column,
-                      [[maybe_unused]] Fp8BlockOutput square, [[maybe_unused]] float& amax) {
-#if TANDEM_HAS_ELEMENT_PAIRS
-  ConstRows all = band.rows;  // the sizes of the whole matrix decide where scales of rows lie
-  all.rows = band.of_rows;
-  with_element(all.element, [&](auto element) HWY_ATTR {
-    with_format(scaling.format, [&](auto format) HWY_ATTR {
-      amax = quantize_tiles_of_band(element, band,
-                                    Fp8Tiles<format()>(all, scaling, row, column, square));
-    });
+  with_whole(x, [&](ConstRows whole) {
+    fp8_block_quantize_reference(whole, scaling, row, column, square, amax);
   });
 #endif
 }
@@ -237,13 +207,11 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 HWY_EXPORT(quantize);
-HWY_EXPORT(quantize_made);
-HWY_EXPORT(quantize_band_of);
 HWY_EXPORT(dequantize_blocks);
 
 namespace {
 
-void clear_paddings(MatrixShape x, const Fp8BlockOutput& row, const Fp8BlockOutput& column,
+void clear_paddings(ConstRows x, const Fp8BlockOutput& row, const Fp8BlockOutput& column,
                     const Fp8BlockOutput& square) {
   const auto clear = [&](Fp8BlockShape shape, const Fp8BlockOutput& out, size_t cols) {
     const MatrixShape scales = fp8_block_scales(shape, x.rows, x.cols);
@@ -256,25 +224,10 @@ void clear_paddings(MatrixShape x, const Fp8BlockOutput& row, const Fp8BlockOutp
 
 }  // namespace
 
-void fp8_block_quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+void fp8_block_quantize(const Input& x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
                         Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
-  clear_paddings({x.rows, x.cols}, row, column, square);
+  if (has_first_rows(x)) clear_paddings(whole_of(x), row, column, square);
   HWY_DYNAMIC_DISPATCH(quantize)(x, scaling, row, column, square, amax);
-}
-
-void fp8_block_quantize_made(const MadeRows& made, const Fp8BlockScaling& scaling,
-                             Fp8BlockOutput row, Fp8BlockOutput column, Fp8BlockOutput square,
-                             float* amax) {
-  clear_paddings({made.y.rows, made.y.cols}, row, column, square);
-  HWY_DYNAMIC_DISPATCH(quantize_made)(made, scaling, row, column, square, amax);
-}
-
-Seen fp8_block_quantize_band(const Band& band, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
-                             Fp8BlockOutput column, Fp8BlockOutput square) {
-  if (band.first == 0) clear_paddings({band.of_rows, band.rows.cols}, row, column, square);
-  Seen seen;
-  HWY_DYNAMIC_DISPATCH(quantize_band_of)(band, scaling, row, column, square, seen.amax);
-  return seen;
 }
 
 void fp8_block_dequantize(const uint8_t* codes, const float* dequant_scale, Fp8Format format,

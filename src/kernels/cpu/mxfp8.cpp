@@ -13,53 +13,25 @@
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-void quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
+void quantize(const Input& x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
               float* amax) {
 #if TANDEM_HAS_ELEMENT_PAIRS
-  with_element(x.element, [&](auto element) HWY_ATTR {
+  const ConstRows whole = whole_of(x);
+  with_element(whole.element, [&](auto element) HWY_ATTR {
     with_format(scaling.format, [&](auto format) HWY_ATTR {
       const float largest =
-          quantize_tiles(element, x, MxTiles<format()>(x, scaling.square_blocks, row, column));
+          quantize_input(element, x, MxTiles<format()>(whole, scaling.square_blocks, row, column));
       if (amax != nullptr) *amax = largest;
     });
   });
 #else
   // Pairs of vectors need more than one lane. Without them the reference is as fast.
-  mxfp8_quantize_reference(x, scaling, row, column, amax);
-#endif
-}
-
-void quantize_made(const MadeRows& made, const Mxfp8Scaling& scaling, Mxfp8Output row,
-                   Mxfp8Output column, float* amax) {
-#if TANDEM_HAS_ELEMENT_PAIRS
-  with_element(made.y.element, [&](auto element) HWY_ATTR {
-    with_format(scaling.format, [&](auto format) HWY_ATTR {
-      const float largest = quantize_tiles_made(
-          element, made, MxTiles<format()>(made.y, scaling.square_blocks, row, column));
-      if (amax != nullptr) *amax = largest;
-    });
-  });
-#else
-  with_all_made(made,
-                [&](ConstRows y) { mxfp8_quantize_reference(y, scaling, row, column, amax); });
+  with_whole(x,
+             [&](ConstRows whole) { mxfp8_quantize_reference(whole, scaling, row, column, amax); });
 #endif
 }
 
 bool takes_bands() { return TANDEM_HAS_ELEMENT_PAIRS != 0; }
-
-void quantize_band_of([[maybe_unused]] const Band& band,
-                      [[maybe_unused]] const Mxfp8Scaling& scaling,
-                      [[maybe_unused]] Mxfp8Output row, [[maybe_unused]] Mxfp8Output column,
-                      [[maybe_unused]] float& amax) {
-#if TANDEM_HAS_ELEMENT_PAIRS
-  with_element(band.rows.element, [&](auto element) HWY_ATTR {
-    with_format(scaling.format, [&](auto format) HWY_ATTR {
-      amax = quantize_tiles_of_band(
-          element, band, MxTiles<format()>(band.rows, scaling.square_blocks, row, column));
-    });
-  });
-#endif
-}
 
 void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,
                        MxDirection direction, Rows y) {
@@ -97,14 +69,12 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 HWY_EXPORT(quantize);
-HWY_EXPORT(quantize_made);
 HWY_EXPORT(takes_bands);
-HWY_EXPORT(quantize_band_of);
 HWY_EXPORT(dequantize_blocks);
 
 namespace {
 
-void clear_paddings(MatrixShape x, const Mxfp8Output& row, const Mxfp8Output& column) {
+void clear_paddings(ConstRows x, const Mxfp8Output& row, const Mxfp8Output& column) {
   const auto blocks = [](size_t n) { return (n + kMxBlock - 1) / kMxBlock; };
   clear_padding(row.dequant_scale, mx_scale_shape(MxDirection::row, x.rows, x.cols), x.rows,
                 blocks(x.cols));
@@ -114,27 +84,13 @@ void clear_paddings(MatrixShape x, const Mxfp8Output& row, const Mxfp8Output& co
 
 }  // namespace
 
-void mxfp8_quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
-                    float* amax) {
-  clear_paddings({x.rows, x.cols}, row, column);
+void mxfp8_quantize(const Input& x, const Mxfp8Scaling& scaling, Mxfp8Output row,
+                    Mxfp8Output column, float* amax) {
+  if (has_first_rows(x)) clear_paddings(whole_of(x), row, column);
   HWY_DYNAMIC_DISPATCH(quantize)(x, scaling, row, column, amax);
 }
 
-void mxfp8_quantize_made(const MadeRows& made, const Mxfp8Scaling& scaling, Mxfp8Output row,
-                         Mxfp8Output column, float* amax) {
-  clear_paddings({made.y.rows, made.y.cols}, row, column);
-  HWY_DYNAMIC_DISPATCH(quantize_made)(made, scaling, row, column, amax);
-}
-
 bool takes_bands_of_blocks() { return HWY_DYNAMIC_DISPATCH(takes_bands)(); }
-
-Seen mxfp8_quantize_band(const Band& band, const Mxfp8Scaling& scaling, Mxfp8Output row,
-                         Mxfp8Output column) {
-  if (band.first == 0) clear_paddings({band.of_rows, band.rows.cols}, row, column);
-  Seen seen;
-  HWY_DYNAMIC_DISPATCH(quantize_band_of)(band, scaling, row, column, seen.amax);
-  return seen;
-}
 
 void mxfp8_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,
                       MxDirection direction, Rows y) {

@@ -3,7 +3,7 @@
 #include "kernels/cpu/padding.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/parallel.h"
-#include "kernels/quantize_made.h"
+#include "kernels/quantize.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/nvfp4.cpp"
@@ -137,36 +137,21 @@ namespace tandem::kernels::cpu {
 HWY_EXPORT(quantize);
 HWY_EXPORT(dequantize_blocks);
 
-namespace {
-
-/// The codes of x, whose amax is known.
-void quantize_with_amax(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column,
-                        float largest, float* amax) {
+void nvfp4_quantize_seen(ConstRows x, const Seen& seen, const Fp4Scaling& scaling, Fp4Output row,
+                         Fp4Output column, float* amax) {
   if (row)
     clear_padding(row.dequant_scale, fp4_scale_shape(Fp4Direction::row, x.rows, x.cols), x.rows,
                   fp4_blocks(x.cols));
   if (column)
     clear_padding(column.dequant_scale, fp4_scale_shape(Fp4Direction::column, x.rows, x.cols),
                   fp4_blocks(x.rows), x.cols);
-  if (amax != nullptr) *amax = largest;
-  if (row || column) HWY_DYNAMIC_DISPATCH(quantize)(x, scaling, row, column, largest);
+  if (amax != nullptr) *amax = seen.amax;
+  if (row || column) HWY_DYNAMIC_DISPATCH(quantize)(x, scaling, row, column, seen.amax);
 }
 
-}  // namespace
-
-void nvfp4_quantize(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column,
+void nvfp4_quantize(const Input& x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column,
                     float* amax) {
-  quantize_with_amax(x, scaling, row, column, cpu::amax(x), amax);
-}
-
-void nvfp4_quantize_made(const MadeRows& made, const Fp4Scaling& scaling, Fp4Output row,
-                         Fp4Output column, float* amax) {
-  quantize_with_amax(made.y, scaling, row, column, amax_made(made), amax);
-}
-
-void nvfp4_quantize_seen(ConstRows y, const Seen& seen, const Fp4Scaling& scaling, Fp4Output row,
-                         Fp4Output column, float* amax) {
-  quantize_with_amax(y, scaling, row, column, seen.amax, amax);
+  nvfp4_quantize_seen(whole_of(x), seen_in(x), scaling, row, column, amax);
 }
 
 void nvfp4_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, float amax,

@@ -6,7 +6,6 @@
 #include "kernels/cpu/scratch.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/parallel.h"
-#include "kernels/quantize_made.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/quantize.cpp"
@@ -39,25 +38,6 @@ struct Pieces {
   size_t count, length, distance, elements;
 };
 
-void amax_of(ConstRows x, float& amax, bool& has_nan) {
-  const Pieces pieces(x);
-  SharedExtremes shared;
-  with_element(x.element, [&](auto element) HWY_ATTR {
-    using E = decltype(element);
-    parallel_for(0, static_cast<int64_t>(pieces.count), pieces.grain(),
-                 [&](int64_t first, int64_t last) HWY_ATTR {
-                   Extremes extremes;
-                   for (size_t i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
-                     look_at(element, E::at(x.data, i * pieces.distance), pieces.length_of(i),
-                             extremes);
-                   }
-                   shared.add(extremes);
-                 });
-    amax = value_of_bits(element, shared.get().amax_bits);
-    has_nan = shared.get().has_nan;
-  });
-}
-
 void quantize_scaled(ConstRows x, Fp8Format format, float amax, bool has_nan, float quant_scale,
                      uint8_t* codes) {
   const bool ordinary = is_ordinary(amax, has_nan, quant_scale, format);
@@ -80,42 +60,8 @@ void quantize_scaled(ConstRows x, Fp8Format format, float amax, bool has_nan, fl
   });
 }
 
-/// amax_of and quantize_scaled in one pass: each part is read for the amax and converted while it
-/// is in the cache.
-void quantize_given(ConstRows x, Fp8Format format, float quant_scale, uint8_t* codes, float& amax) {
-  const Pieces pieces(x);
-  SharedExtremes shared;
-  with_element(x.element, [&](auto element) HWY_ATTR {
-    using E = decltype(element);
-    with_format(format, [&](auto kind) HWY_ATTR {
-      parallel_for(
-          0, static_cast<int64_t>(pieces.count), pieces.grain(),
-          [&](int64_t first, int64_t last) HWY_ATTR {
-            const ScopedFloatMode mode;
-            Extremes all;
-            for (size_t i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
-              const auto* from = E::at(x.data, i * pieces.distance);
-              uint8_t* to = codes + i * pieces.length;
-              const size_t length = pieces.length_of(i);
-              for (size_t at = 0; at < length; at += kPart) {
-                const size_t count = std::min(kPart, length - at);
-                Extremes part;
-                look_at(element, from + at, count, part);
-                const bool ordinary = is_ordinary(value_of_bits(element, part.amax_bits),
-                                                  part.has_nan, quant_scale, format);
-                quantize_row<kind()>(element, from + at, count, quant_scale, ordinary, to + at);
-                all.amax_bits = std::max(all.amax_bits, part.amax_bits);
-              }
-            }
-            shared.add(all);
-          });
-    });
-    amax = value_of_bits(element, shared.get().amax_bits);
-  });
-}
-
-/// Computes y in blocks of rows that stay in the second-level cache, and calls `body(rows, first,
-/// count, extremes)` for each. Returns all `extremes` combined.
+/// Computes y in blocks of rows that stay in the second-level cache, and calls `body` for each as
+/// for_each_run does.
 template <typename E, typename Body>
 Extremes for_each_block_made(E, const MadeRows& made, const Body& body) {
   using Stored = typename E::Stored;
@@ -131,73 +77,71 @@ Extremes for_each_block_made(E, const MadeRows& made, const Body& body) {
       Stored* rows = y ? E::at(y.data, first * y.cols)
                        : reinterpret_cast<Stored*>(scratch(ScratchUse::made, block * y.cols));
       made.make(first, count, rows);
-      body(rows, first, count, extremes);
+      body(rows, first * y.cols, count * y.cols, extremes);
     }
     shared.add(extremes);
   });
   return shared.get();
 }
 
-/// Adds the amax of adjacent elements to `extremes` and writes their codes.
+/// Calls `body(elements, place, count, extremes)` for runs of adjacent elements of x, which in
+/// contiguous memory begin at `place`. Returns all `extremes` combined.
+template <typename E, typename Body>
+Extremes for_each_run(E element, const Input& x, const Body& body) {
+  if (const auto* made = std::get_if<const MadeRows*>(&x))
+    return for_each_block_made(element, **made, body);
+  const auto* const band = std::get_if<Band>(&x);
+  const ConstRows rows = band != nullptr ? band->rows : whole_of(x);
+  const size_t before = band != nullptr ? band->first * rows.cols : 0;
+  const Pieces pieces(rows);
+  SharedExtremes shared;
+  parallel_for(0, static_cast<int64_t>(pieces.count), pieces.grain(),
+               [&](int64_t first, int64_t last) {
+                 Extremes extremes;
+                 for (auto i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i)
+                   body(E::at(rows.data, i * pieces.distance), before + i * pieces.length,
+                        pieces.length_of(i), extremes);
+                 shared.add(extremes);
+               });
+  return shared.get();
+}
+
+Seen look_at_all(const Input& x) {
+  return with_element(whole_of(x).element, [&](auto element) HWY_ATTR {
+    const Extremes all = for_each_run(element, x,
+                                      [&](const auto* run, size_t, size_t count, Extremes& extremes)
+                                          HWY_ATTR { look_at(element, run, count, extremes); });
+    return Seen{value_of_bits(element, all.amax_bits), all.has_nan};
+  });
+}
+
+/// Adds the amax of adjacent elements to `extremes` and writes their codes. Each part is read for
+/// the amax and converted while it is in the cache.
 template <Fp8Format kFormat, typename E>
-HWY_INLINE void quantize_part(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
-                              float quant_scale, uint8_t* HWY_RESTRICT codes, Extremes& extremes) {
+HWY_INLINE void quantize_run(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
+                             float quant_scale, uint8_t* HWY_RESTRICT codes, Extremes& extremes) {
   const ScopedFloatMode mode;
-  Extremes seen;
-  look_at(element, x, count, seen);
-  const bool ordinary =
-      is_ordinary(value_of_bits(element, seen.amax_bits), seen.has_nan, quant_scale, kFormat);
-  quantize_row<kFormat>(element, x, count, quant_scale, ordinary, codes);
-  extremes.amax_bits = std::max(extremes.amax_bits, seen.amax_bits);
+  for (size_t at = 0; at < count; at += kPart) {
+    const size_t length = std::min(kPart, count - at);
+    Extremes part;
+    look_at(element, x + at, length, part);
+    const bool ordinary =
+        is_ordinary(value_of_bits(element, part.amax_bits), part.has_nan, quant_scale, kFormat);
+    quantize_row<kFormat>(element, x + at, length, quant_scale, ordinary, codes + at);
+    extremes.amax_bits = std::max(extremes.amax_bits, part.amax_bits);
+  }
 }
 
-void amax_while_made(const MadeRows& made, float& amax, bool& has_nan) {
-  with_element(made.y.element, [&](auto element) HWY_ATTR {
-    const Extremes all = for_each_block_made(
-        element, made, [&](auto* rows, size_t, size_t count, Extremes& extremes) HWY_ATTR {
-          look_at(element, rows, count * made.y.cols, extremes);
-        });
-    amax = value_of_bits(element, all.amax_bits);
-    has_nan = all.has_nan;
-  });
-}
-
-void quantize_while_made(const MadeRows& made, Fp8Format format, float quant_scale, uint8_t* codes,
-                         float& amax) {
-  const size_t cols = made.y.cols;
-  with_element(made.y.element, [&](auto element) HWY_ATTR {
+float quantize_given(const Input& x, Fp8Format format, float quant_scale, uint8_t* codes) {
+  return with_element(whole_of(x).element, [&](auto element) HWY_ATTR {
+    Extremes all;
     with_format(format, [&](auto kind) HWY_ATTR {
-      const Extremes all = for_each_block_made(
-          element, made,
-          [&](const auto* rows, size_t first, size_t count, Extremes& extremes) HWY_ATTR {
-            quantize_part<kind()>(element, rows, count * cols, quant_scale, codes + first * cols,
-                                  extremes);
+      all = for_each_run(
+          element, x, [&](const auto* run, size_t at, size_t count, Extremes& extremes) HWY_ATTR {
+            quantize_run<kind()>(element, run, count, quant_scale, codes + at, extremes);
           });
-      amax = value_of_bits(element, all.amax_bits);
     });
-  });
-}
-
-void look_at_rows(ConstRows rows, Seen& seen) {
-  with_element(rows.element, [&](auto element) HWY_ATTR {
-    using E = decltype(element);
-    Extremes extremes;
-    look_at(element, E::at(rows.data, 0), rows.rows * rows.cols, extremes);
-    seen = {value_of_bits(element, extremes.amax_bits), extremes.has_nan};
-  });
-}
-
-void quantize_band_given(const Band& band, Fp8Format format, float quant_scale, uint8_t* codes,
-                         float& amax) {
-  const ConstRows& rows = band.rows;
-  with_element(rows.element, [&](auto element) HWY_ATTR {
-    using E = decltype(element);
-    with_format(format, [&](auto kind) HWY_ATTR {
-      Extremes extremes;
-      quantize_part<kind()>(element, E::at(rows.data, 0), rows.rows * rows.cols, quant_scale,
-                            codes + band.first * rows.cols, extremes);
-      amax = value_of_bits(element, extremes.amax_bits);
-    });
+    return value_of_bits(element, all.amax_bits);
   });
 }
 
@@ -225,49 +169,31 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 
-HWY_EXPORT(amax_of);
+HWY_EXPORT(look_at_all);
 HWY_EXPORT(quantize_scaled);
 HWY_EXPORT(quantize_given);
-HWY_EXPORT(amax_while_made);
-HWY_EXPORT(quantize_while_made);
-HWY_EXPORT(look_at_rows);
-HWY_EXPORT(quantize_band_given);
 HWY_EXPORT(dequantize_to);
 
-float amax(ConstRows x) {
-  float largest = 0.0f;
-  bool has_nan = false;
-  HWY_DYNAMIC_DISPATCH(amax_of)(x, largest, has_nan);
-  return largest;
-}
+Seen seen_in(const Input& x) { return HWY_DYNAMIC_DISPATCH(look_at_all)(x); }
 
-namespace {
-
-/// The codes of x, whose amax is known.
-void quantize_with_amax(ConstRows x, float largest, bool has_nan, const CurrentScaling& scaling,
-                        Fp8Output out) {
+void quantize_current_seen(ConstRows x, const Seen& seen, const CurrentScaling& scaling,
+                           Fp8Output out) {
   const float quant_scale =
-      scale_from_amax(largest, scaling.format, scaling.eps, scaling.power_of_two, FLT_MAX);
+      scale_from_amax(seen.amax, scaling.format, scaling.eps, scaling.power_of_two, FLT_MAX);
   HWY_DYNAMIC_DISPATCH(quantize_scaled)
-  (x, scaling.format, largest, has_nan, quant_scale, out.codes);
-  *out.amax = largest;
-  *out.dequant_scale = divide(1.0f, quant_scale);
+  (x, scaling.format, seen.amax, seen.has_nan, quant_scale, out.codes);
+  if (out.amax != nullptr) *out.amax = seen.amax;
+  if (out.dequant_scale != nullptr) *out.dequant_scale = divide(1.0f, quant_scale);
 }
 
-}  // namespace
-
-void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out) {
-  float largest = 0.0f;
-  bool has_nan = false;
-  HWY_DYNAMIC_DISPATCH(amax_of)(x, largest, has_nan);
-  quantize_with_amax(x, largest, has_nan, scaling, out);
+void quantize_current(const Input& x, const CurrentScaling& scaling, Fp8Output out) {
+  quantize_current_seen(whole_of(x), seen_in(x), scaling, out);
 }
 
-float amax_made(const MadeRows& made) {
-  float largest = 0.0f;
-  bool has_nan = false;
-  HWY_DYNAMIC_DISPATCH(amax_while_made)(made, largest, has_nan);
-  return largest;
+void quantize_delayed(const Input& x, Fp8Format format, float quant_scale, Fp8Output out) {
+  const float largest = HWY_DYNAMIC_DISPATCH(quantize_given)(x, format, quant_scale, out.codes);
+  if (out.amax != nullptr) *out.amax = largest;
+  if (out.dequant_scale != nullptr) *out.dequant_scale = divide(1.0f, quant_scale);
 }
 
 void make_all(const MadeRows& made) {
@@ -287,41 +213,6 @@ void make_all(const MadeRows& made) {
 }
 
 void* memory_beside(size_t elements) { return scratch(ScratchUse::made_beside, elements); }
-
-Seen look_at_band(const Band& band) {
-  Seen seen;
-  HWY_DYNAMIC_DISPATCH(look_at_rows)(band.rows, seen);
-  return seen;
-}
-
-Seen quantize_delayed_band(const Band& band, Fp8Format format, float quant_scale, uint8_t* codes) {
-  Seen seen;
-  HWY_DYNAMIC_DISPATCH(quantize_band_given)(band, format, quant_scale, codes, seen.amax);
-  return seen;
-}
-
-void quantize_current_seen(ConstRows y, const Seen& seen, const CurrentScaling& scaling,
-                           Fp8Output out) {
-  quantize_with_amax(y, seen.amax, seen.has_nan, scaling, out);
-}
-
-void quantize_current_made(const MadeRows& made, const CurrentScaling& scaling, Fp8Output out) {
-  float largest = 0.0f;
-  bool has_nan = false;
-  HWY_DYNAMIC_DISPATCH(amax_while_made)(made, largest, has_nan);
-  quantize_with_amax(made.y, largest, has_nan, scaling, out);
-}
-
-void quantize_delayed(ConstRows x, Fp8Format format, float quant_scale, Fp8Output out) {
-  HWY_DYNAMIC_DISPATCH(quantize_given)(x, format, quant_scale, out.codes, *out.amax);
-  *out.dequant_scale = divide(1.0f, quant_scale);
-}
-
-void quantize_delayed_made(const MadeRows& made, Fp8Format format, float quant_scale,
-                           Fp8Output out) {
-  HWY_DYNAMIC_DISPATCH(quantize_while_made)(made, format, quant_scale, out.codes, *out.amax);
-  *out.dequant_scale = divide(1.0f, quant_scale);
-}
 
 void dequantize(const uint8_t* codes, Fp8Format format, float dequant_scale, Rows y) {
   HWY_DYNAMIC_DISPATCH(dequantize_to)(codes, format, dequant_scale, y);

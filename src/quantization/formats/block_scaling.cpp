@@ -103,43 +103,23 @@ Tensor scales_of_elements(const CodedMatrix& codes) {
   return values.reshape(codes.matrix.sizes());
 }
 
-/// The arguments of the kernel besides x.
-struct Target {
-  Target(const Quantizer& quantizer, GroupOut group)
-      : scaling{quantizer.format->element, static_cast<float>(quantizer.amax_epsilon),
-                quantizer.power_of_two},
-        column(output(group, Direction::column)) {
-    (is_square(quantizer) ? square : row) = output(group, Direction::row);
-    if (group[group_amax].defined()) amax = group[group_amax].data_ptr<float>();
-  }
-  static kernels::Fp8BlockOutput output(GroupOut group, Direction direction) {
-    const Tensor &codes = group[part_of(direction, 0)], &scale = group[part_of(direction, 1)];
-    if (!codes.defined()) return {};
-    return {codes.data_ptr<uint8_t>(), scale.data_ptr<float>()};
-  }
-
-  kernels::Fp8BlockScaling scaling;
-  kernels::Fp8BlockOutput row, column, square;
-  float* amax = nullptr;
-};
-
-void quantize(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
-              GroupOut group) {
-  const Target to(quantizer, group);
-  kernels::cpu::fp8_block_quantize(kernel_ops::RowsIn(x), to.scaling, to.row, to.column, to.square,
-                                   to.amax);
+kernels::Fp8BlockOutput output(GroupOut group, Direction direction) {
+  const Tensor &codes = group[part_of(direction, 0)], &scale = group[part_of(direction, 1)];
+  if (!codes.defined()) return {};
+  return {codes.data_ptr<uint8_t>(), scale.data_ptr<float>()};
 }
 
-void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
-                   const Quantizer& quantizer, GroupOut group) {
-  const Target to(quantizer, group);
-  kernels::cpu::fp8_block_quantize_made(made, to.scaling, to.row, to.column, to.square, to.amax);
-}
-
-kernels::cpu::Seen quantize_band(const kernels::cpu::Band& band, const std::optional<Tensor>&,
-                                 const Quantizer& quantizer, GroupOut group) {
-  const Target to(quantizer, group);
-  return kernels::cpu::fp8_block_quantize_band(band, to.scaling, to.row, to.column, to.square);
+kernels::cpu::Seen quantize(const kernels::cpu::Input& x, const std::optional<Tensor>&,
+                            const Quantizer& quantizer, GroupOut group) {
+  const kernels::Fp8BlockScaling scaling{quantizer.format->element,
+                                         static_cast<float>(quantizer.amax_epsilon),
+                                         quantizer.power_of_two};
+  kernels::Fp8BlockOutput row, square;
+  (is_square(quantizer) ? square : row) = output(group, Direction::row);
+  kernels::cpu::Seen seen;
+  kernels::cpu::fp8_block_quantize(x, scaling, row, output(group, Direction::column), square,
+                                   &seen.amax);
+  return seen;
 }
 
 /// Codes and scales of one shape of blocks of `source`, a float32 matrix.
@@ -189,11 +169,8 @@ Group reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& 
   return group;
 }
 
-constexpr CpuScaling kOnCpu{.quantize = quantize,
-                            .dequantize = dequantize,
-                            .quantize_made = quantize_made,
-                            .quantize_band = quantize_band,
-                            .band_rows = kernels::kFp8Block};
+constexpr CpuScaling kOnCpu{
+    .quantize = quantize, .dequantize = dequantize, .band_rows = kernels::kFp8Block};
 
 }  // namespace
 }  // namespace line_blocks

@@ -20,7 +20,6 @@
 #include "kernel_ops/framework/random.h"
 #include "kernels/nvfp4.h"
 #include "quantization/formats/cpu_scaling.h"
-#include "quantization/formats/made.h"
 
 namespace tandem {
 
@@ -112,24 +111,13 @@ kernels::Fp4Output output(GroupOut group, Direction direction) {
   return {codes.data_ptr<uint8_t>(), group[part_of(direction, 1)].data_ptr<uint8_t>(),
           group[part_of(direction, 2)].data_ptr<float>()};
 }
-float* amax_in(GroupOut group) {
-  const Tensor& amax = group[group_amax];
-  return amax.defined() ? amax.data_ptr<float>() : nullptr;
-}
 
-void quantize(const Tensor& x, const std::optional<Tensor>& given, const Quantizer& quantizer,
-              GroupOut group) {
-  kernels::cpu::nvfp4_quantize(kernel_ops::RowsIn(x), scaling_of(quantizer, given),
-                               output(group, Direction::row), output(group, Direction::column),
-                               amax_in(group));
-}
-
-void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>& given,
-                   const Quantizer& quantizer, GroupOut group) {
-  const kernel_ops::MadeInMemory kept(made);  // the tensor's scale precedes the first code
-  kernels::cpu::nvfp4_quantize_made(kept.rows(), scaling_of(quantizer, given),
-                                    output(group, Direction::row), output(group, Direction::column),
-                                    amax_in(group));
+kernels::cpu::Seen quantize(const kernels::cpu::Input& x, const std::optional<Tensor>& given,
+                            const Quantizer& quantizer, GroupOut group) {
+  kernels::cpu::Seen seen;
+  kernels::cpu::nvfp4_quantize(x, scaling_of(quantizer, given), output(group, Direction::row),
+                               output(group, Direction::column), &seen.amax);
+  return seen;
 }
 
 void quantize_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
@@ -315,10 +303,8 @@ constexpr CodeLayout layout() {
   };
 }
 
-constexpr CpuScaling kOnCpu{.quantize = quantize,
-                            .dequantize = dequantize,
-                            .quantize_made = quantize_made,
-                            .quantize_seen = quantize_seen};
+constexpr CpuScaling kOnCpu{
+    .quantize = quantize, .dequantize = dequantize, .quantize_seen = quantize_seen};
 
 }  // namespace
 }  // namespace fp4_blocks

@@ -1,7 +1,9 @@
 #include "quantization/formats/made.h"
 
 #include "kernel_ops/framework/memory.h"
+#include "kernel_ops/framework/operands.h"
 #include "kernels/elementwise.h"
+#include "kernels/quantize.h"
 #include "quantization/formats/cpu_scaling.h"
 
 namespace tandem::kernel_ops {
@@ -49,16 +51,17 @@ bool has_codes(const Group& group) {
 
 void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
                        const RequestedCodes& requested, Group group) {
-  if (y.defined()) made.y.data = const_cast<void*>(y.const_data_ptr());  // only `make` writes
-  if (!requested) return kernels::cpu::make_all(made);
-  const CpuScaling& scaling = *requested.quantizer->scaling->cpu;
-  if (has_codes(group) && is_matrix(sizes, made.y) && scaling.quantize_made != nullptr)
-    return scaling.quantize_made(made, requested.given, *requested.quantizer, group);
-  const Tensor all =
-      y.defined() ? y : empty_cpu(C10_AS_INTARRAYREF_SLOW(sizes), dtype_of(made.y.element));
-  made.y.data = const_cast<void*>(all.const_data_ptr());
+  const bool is_quantized_meanwhile = requested && has_codes(group) && is_matrix(sizes, made.y);
+  Tensor memory = y;
+  if (!y.defined() && requested &&
+      !(is_quantized_meanwhile && requested.quantizer->scaling->cpu->band_rows != 0))
+    memory = empty_cpu(C10_AS_INTARRAYREF_SLOW(sizes), dtype_of(made.y.element));
+  if (memory.defined())  // only `make` writes
+    made.y.data = const_cast<void*>(memory.const_data_ptr());
+  if (is_quantized_meanwhile)
+    return quantize_on_cpu(&made, requested.given, *requested.quantizer, group);
   kernels::cpu::make_all(made);
-  scaling.quantize(all, requested.given, *requested.quantizer, group);
+  if (requested) quantize_on_cpu(RowsIn(memory), requested.given, *requested.quantizer, group);
 }
 
 CodesBeside::CodesBeside(kernels::Rows y, const Tensor& memory, c10::SymIntArrayRef sizes,
@@ -78,8 +81,7 @@ CodesBeside::Way CodesBeside::way() const {
   if (!requested_) return Way::nowhere;
   const CpuScaling& scaling = *requested_.quantizer->scaling->cpu;
   if (!has_codes(group_) || !is_matrix(sizes_, y_)) return Way::at_the_end;
-  if (scaling.quantize_band == nullptr)
-    return scaling.quantize_seen == nullptr ? Way::at_the_end : Way::once_seen;
+  if (scaling.band_rows == 0) return Way::once_seen;
   const bool is_of_blocks = scaling.band_rows != 1;
   return is_of_blocks && !kernels::cpu::takes_bands_of_blocks() ? Way::at_the_end : Way::in_bands;
 }
@@ -97,8 +99,8 @@ void CodesBeside::take(kernels::ConstRows rows, size_t first) const {
   if (way_ != Way::in_bands && way_ != Way::once_seen) return;
   const kernels::cpu::Band band{rows, first, y_.rows};
   const kernels::cpu::Seen seen = way_ == Way::once_seen
-                                      ? kernels::cpu::look_at_band(band)
-                                      : requested_.quantizer->scaling->cpu->quantize_band(
+                                      ? kernels::cpu::seen_in(band)
+                                      : requested_.quantizer->scaling->cpu->quantize(
                                             band, requested_.given, *requested_.quantizer, group_);
   float known = amax_.load();
   while (known < seen.amax && !amax_.compare_exchange_weak(known, seen.amax)) {
@@ -108,20 +110,13 @@ void CodesBeside::take(kernels::ConstRows rows, size_t first) const {
 
 void CodesBeside::finish() const {
   if (way_ == Way::nowhere) return;
-  const CpuScaling& scaling = *requested_.quantizer->scaling->cpu;
   if (way_ == Way::at_the_end)
-    return scaling.quantize(memory_, requested_.given, *requested_.quantizer, group_);
+    return quantize_on_cpu(RowsIn(memory_), requested_.given, *requested_.quantizer, group_);
+  const CpuScaling& scaling = *requested_.quantizer->scaling->cpu;
   if (scaling.quantize_seen != nullptr)
     scaling.quantize_seen(y_, {amax_.load(), has_nan_.load()}, requested_.given,
                           *requested_.quantizer, group_);
   if (group_[group_amax].defined()) *group_[group_amax].data_ptr<float>() = amax_.load();
-}
-
-MadeInMemory::MadeInMemory(kernels::cpu::MadeRows made) : made_(std::move(made)) {
-  if (made_.y) return;
-  memory_ = empty_cpu({static_cast<int64_t>(made_.y.rows), static_cast<int64_t>(made_.y.cols)},
-                      dtype_of(made_.y.element));
-  made_.y.data = memory_.data_ptr();
 }
 
 }  // namespace tandem::kernel_ops

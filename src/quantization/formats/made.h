@@ -94,15 +94,4 @@ class CodesBeside {
   mutable std::atomic<bool> has_nan_{false};
 };
 
-/// A matrix that is stored: in its own memory, or in memory of this object if it has none.
-class MadeInMemory {
- public:
-  explicit MadeInMemory(kernels::cpu::MadeRows made);
-  const kernels::cpu::MadeRows& rows() const { return made_; }
-
- private:
-  kernels::cpu::MadeRows made_;
-  Tensor memory_;
-};
-
 }  // namespace tandem::kernel_ops

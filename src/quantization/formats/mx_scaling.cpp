@@ -69,34 +69,19 @@ Tensor scales_of_elements(const CodedMatrix& codes) {
   return values.view(codes.matrix.sizes());
 }
 
-kernels::Mxfp8Output output(const Tensor& codes, const Tensor& dequant_scale) {
+kernels::Mxfp8Output output(GroupOut group, Direction direction) {
+  const Tensor &codes = group[part_of(direction, 0)], &scale = group[part_of(direction, 1)];
   if (!codes.defined()) return {};
-  return {codes.data_ptr<uint8_t>(), dequant_scale.data_ptr<uint8_t>()};
+  return {codes.data_ptr<uint8_t>(), scale.data_ptr<uint8_t>()};
 }
 
-void quantize(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
-              GroupOut group) {
-  const Tensor& amax = group[group_amax];
-  kernels::cpu::mxfp8_quantize(
-      kernel_ops::RowsIn(x), {quantizer.format->element, quantizer.square_blocks},
-      output(group[row_codes], group[row_scale]), output(group[column_codes], group[column_scale]),
-      amax.defined() ? amax.data_ptr<float>() : nullptr);
-}
-
-void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
-                   const Quantizer& quantizer, GroupOut group) {
-  const Tensor& amax = group[group_amax];
-  kernels::cpu::mxfp8_quantize_made(made, {quantizer.format->element, quantizer.square_blocks},
-                                    output(group[row_codes], group[row_scale]),
-                                    output(group[column_codes], group[column_scale]),
-                                    amax.defined() ? amax.data_ptr<float>() : nullptr);
-}
-
-kernels::cpu::Seen quantize_band(const kernels::cpu::Band& band, const std::optional<Tensor>&,
-                                 const Quantizer& quantizer, GroupOut group) {
-  return kernels::cpu::mxfp8_quantize_band(
-      band, {quantizer.format->element, quantizer.square_blocks},
-      output(group[row_codes], group[row_scale]), output(group[column_codes], group[column_scale]));
+kernels::cpu::Seen quantize(const kernels::cpu::Input& x, const std::optional<Tensor>&,
+                            const Quantizer& quantizer, GroupOut group) {
+  kernels::cpu::Seen seen;
+  kernels::cpu::mxfp8_quantize(x, {quantizer.format->element, quantizer.square_blocks},
+                               output(group, Direction::row), output(group, Direction::column),
+                               &seen.amax);
+  return seen;
 }
 
 /// The least power of two not below each number, which must not be NaN, in E8M0: computed in
@@ -158,11 +143,8 @@ Group reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& 
   return group;
 }
 
-constexpr CpuScaling kOnCpu{.quantize = quantize,
-                            .dequantize = dequantize,
-                            .quantize_made = quantize_made,
-                            .quantize_band = quantize_band,
-                            .band_rows = kernels::kMxBlock};
+constexpr CpuScaling kOnCpu{
+    .quantize = quantize, .dequantize = dequantize, .band_rows = kernels::kMxBlock};
 
 }  // namespace
 }  // namespace mx_blocks

@@ -13,7 +13,6 @@
 #include "kernels/quantize.h"
 #include "quantization/formats/block_scaling.h"
 #include "quantization/formats/cpu_scaling.h"
-#include "quantization/formats/made.h"
 
 namespace tandem {
 
@@ -39,37 +38,43 @@ kernels::CurrentScaling options_of(const Quantizer& quantizer) {
           quantizer.power_of_two};
 }
 
-/// What kernels write. They write all of it: into members of this object if the group has no
-/// tensor.
-struct Target {
-  explicit Target(GroupOut group)
-      : out{group[row_codes].data_ptr<uint8_t>(),
-            group[row_scale].defined() ? group[row_scale].data_ptr<float>() : &dequant_scale,
-            group[group_amax].defined() ? group[group_amax].data_ptr<float>() : &amax} {}
-  Target(const Target&) = delete;
-  Target& operator=(const Target&) = delete;
-  float dequant_scale = 0, amax = 0;
-  kernels::Fp8Output out;
-};
-
-void quantize_current(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
-                      GroupOut group) {
-  if (group[row_codes].defined()) {
-    kernels::cpu::quantize_current(kernel_ops::RowsIn(x), options_of(quantizer), Target(group).out);
-  } else if (group[group_amax].defined()) {
-    *group[group_amax].data_ptr<float>() = kernels::cpu::amax(kernel_ops::RowsIn(x));
-  }
+kernels::Fp8Output output(GroupOut group, float* amax = nullptr) {
+  const Tensor& scale = group[row_scale];
+  return {group[row_codes].data_ptr<uint8_t>(), scale.defined() ? scale.data_ptr<float>() : nullptr,
+          amax};
 }
 
-void quantize_delayed(const Tensor& x, const std::optional<Tensor>& scale,
-                      const Quantizer& quantizer, GroupOut group) {
-  if (group[row_codes].defined()) {
-    const Target target(group);
-    kernels::cpu::quantize_delayed(kernel_ops::RowsIn(x), quantizer.format->element,
-                                   *scale->const_data_ptr<float>(), target.out);
-  } else if (group[group_amax].defined()) {
-    *group[group_amax].data_ptr<float>() = kernels::cpu::amax(kernel_ops::RowsIn(x));
-  }
+kernels::cpu::Seen quantize_current(const kernels::cpu::Input& x, const std::optional<Tensor>&,
+                                    const Quantizer& quantizer, GroupOut group) {
+  if (!group[row_codes].defined()) return kernels::cpu::seen_in(x);
+  kernels::cpu::Seen seen;
+  kernels::cpu::quantize_current(x, options_of(quantizer), output(group, &seen.amax));
+  return seen;
+}
+
+void quantize_current_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
+                           const std::optional<Tensor>&, const Quantizer& quantizer,
+                           GroupOut group) {
+  kernels::cpu::quantize_current_seen(y, seen, options_of(quantizer), output(group));
+}
+
+kernels::cpu::Seen quantize_delayed(const kernels::cpu::Input& x,
+                                    const std::optional<Tensor>& scale, const Quantizer& quantizer,
+                                    GroupOut group) {
+  if (!group[row_codes].defined()) return kernels::cpu::seen_in(x);
+  kernels::cpu::Seen seen;
+  kernels::Fp8Output out = output(group, &seen.amax);
+  if (std::holds_alternative<kernels::cpu::Band>(x)) out.dequant_scale = nullptr;
+  kernels::cpu::quantize_delayed(x, quantizer.format->element, *scale->const_data_ptr<float>(),
+                                 out);
+  return seen;
+}
+
+void finish_delayed(const kernels::ConstRows&, const kernels::cpu::Seen&,
+                    const std::optional<Tensor>& scale, const Quantizer& quantizer,
+                    GroupOut group) {
+  kernels::cpu::quantize_delayed({}, quantizer.format->element, *scale->const_data_ptr<float>(),
+                                 output(group));  // without rows it writes the scale alone
 }
 
 Tensor amax_of(const Tensor& source) {
@@ -98,48 +103,11 @@ Group current_reference(const Tensor& x, const std::optional<Tensor>&, const Qua
   return {kernel_ops::encode(source * scale, format), inverse_of(scale), {}, {}, {}, {}, amax};
 }
 
-void quantize_current_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
-                           const Quantizer& quantizer, GroupOut group) {
-  const kernel_ops::MadeInMemory kept(made);  // the scale depends on all of y
-  kernels::cpu::quantize_current_made(kept.rows(), options_of(quantizer), Target(group).out);
-}
-
-void quantize_delayed_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>& scale,
-                           const Quantizer& quantizer, GroupOut group) {
-  kernels::cpu::quantize_delayed_made(made, quantizer.format->element,
-                                      *scale->const_data_ptr<float>(), Target(group).out);
-}
-
-kernels::cpu::Seen quantize_delayed_band(const kernels::cpu::Band& band,
-                                         const std::optional<Tensor>& scale,
-                                         const Quantizer& quantizer, GroupOut group) {
-  return kernels::cpu::quantize_delayed_band(band, quantizer.format->element,
-                                             *scale->const_data_ptr<float>(),
-                                             group[row_codes].data_ptr<uint8_t>());
-}
-
-void finish_delayed(const kernels::ConstRows&, const kernels::cpu::Seen&,
-                    const std::optional<Tensor>& scale, const Quantizer& quantizer,
-                    GroupOut group) {
-  const Target target(group);
-  kernels::cpu::quantize_delayed({}, quantizer.format->element, *scale->const_data_ptr<float>(),
-                                 target.out);  // without rows it writes the scale alone
-}
-
-void quantize_current_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
-                           const std::optional<Tensor>&, const Quantizer& quantizer,
-                           GroupOut group) {
-  kernels::cpu::quantize_current_seen(y, seen, options_of(quantizer), Target(group).out);
-}
-
-constexpr CpuScaling kCurrentOnCpu{.quantize = quantize_current,
-                                   .dequantize = dequantize,
-                                   .quantize_made = quantize_current_made,
-                                   .quantize_seen = quantize_current_seen},
+constexpr CpuScaling kCurrentOnCpu{
+    .quantize = quantize_current, .dequantize = dequantize, .quantize_seen = quantize_current_seen},
     kDelayedOnCpu{.quantize = quantize_delayed,
                   .dequantize = dequantize,
-                  .quantize_made = quantize_delayed_made,
-                  .quantize_band = quantize_delayed_band,
+                  .band_rows = 1,
                   .quantize_seen = finish_delayed};
 
 }  // namespace
