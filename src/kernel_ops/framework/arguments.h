@@ -66,52 +66,30 @@ struct CodesOf : RequestedCodes {
 
 namespace detail {
 
+/// Passes a member of Args as one argument of type `As`.
+template <typename As, bool kOptional = false>
+struct PassedAs {
+  using Dispatched = std::tuple<As>;
+  static constexpr bool kMayBeAbsent = kOptional;
+  static Dispatched to(As member) { return {member}; }
+  template <size_t kFirst, typename All>
+  static As from(const All& given) {
+    return std::get<kFirst>(given);
+  }
+};
+
 /// How the dispatcher passes a member of Args: as arguments of the types `Dispatched`. `Member` is
 /// the member's type in members(), without const.
 template <typename Member>
-struct Passed {
-  using Dispatched = std::tuple<Member>;
-  static constexpr bool kMayBeAbsent = false;
-  static Dispatched to(const Member& member) { return {member}; }
-  template <size_t kFirst, typename All>
-  static Member from(const All& given) {
-    return std::get<kFirst>(given);
-  }
-};
-
+struct Passed : PassedAs<Member> {};
 template <>
-struct Passed<Tensor> {
-  using Dispatched = std::tuple<const Tensor&>;
-  static constexpr bool kMayBeAbsent = false;
-  static Dispatched to(const Tensor& member) { return {member}; }
-  template <size_t kFirst, typename All>
-  static const Tensor& from(const All& given) {
-    return std::get<kFirst>(given);
-  }
-};
-
-/// A tensor that the op writes: a member `Tensor&`.
+struct Passed<Tensor> : PassedAs<const Tensor&> {};
 template <>
-struct Passed<Tensor&> {
-  using Dispatched = std::tuple<Tensor&>;
-  static constexpr bool kMayBeAbsent = false;
-  static Dispatched to(Tensor& member) { return {member}; }
-  template <size_t kFirst, typename All>
-  static Tensor& from(const All& given) {
-    return std::get<kFirst>(given);
-  }
-};
-
+struct Passed<std::optional<Tensor>> : PassedAs<const std::optional<Tensor>&, true> {};
 template <>
-struct Passed<std::optional<Tensor>> {
-  using Dispatched = std::tuple<const std::optional<Tensor>&>;
-  static constexpr bool kMayBeAbsent = true;
-  static Dispatched to(const std::optional<Tensor>& member) { return {member}; }
-  template <size_t kFirst, typename All>
-  static const std::optional<Tensor>& from(const All& given) {
-    return std::get<kFirst>(given);
-  }
-};
+struct Passed<std::optional<at::ScalarType>> : PassedAs<std::optional<at::ScalarType>, true> {};
+template <>
+struct Passed<at::OptionalSymIntArrayRef> : PassedAs<at::OptionalSymIntArrayRef, true> {};
 
 /// A tensor that the op writes if it is present: a member `std::optional<Tensor>&`.
 template <>
@@ -119,28 +97,6 @@ struct Passed<std::optional<Tensor>&> : Passed<std::optional<Tensor>> {
   template <size_t kFirst, typename All>
   static std::optional<Tensor>& from(const All& given) {
     return const_cast<std::optional<Tensor>&>(std::get<kFirst>(given));
-  }
-};
-
-template <>
-struct Passed<std::optional<at::ScalarType>> {
-  using Dispatched = std::tuple<std::optional<at::ScalarType>>;
-  static constexpr bool kMayBeAbsent = true;
-  static Dispatched to(const std::optional<at::ScalarType>& member) { return {member}; }
-  template <size_t kFirst, typename All>
-  static std::optional<at::ScalarType> from(const All& given) {
-    return std::get<kFirst>(given);
-  }
-};
-
-template <>
-struct Passed<at::OptionalSymIntArrayRef> {
-  using Dispatched = std::tuple<at::OptionalSymIntArrayRef>;
-  static constexpr bool kMayBeAbsent = true;
-  static Dispatched to(const at::OptionalSymIntArrayRef& member) { return {member}; }
-  template <size_t kFirst, typename All>
-  static at::OptionalSymIntArrayRef from(const All& given) {
-    return std::get<kFirst>(given);
   }
 };
 
