@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "kernels/fp8_block.h"
@@ -159,33 +160,37 @@ void run_all(const Bench& bench) {
       bias{beta.data(), Element::float32, hidden};
   const Vector grad_weight{grad_gamma.data(), Element::float32, hidden},
       grad_bias{grad_beta.data(), Element::float32, hidden};
-  const cpu::NormOptions options{};
   const auto rows_of = [&](void* data) { return Rows{data, element, rows, hidden, hidden}; };
 
-  bench.report("rms_norm_forward", 1, bytes, [&](const std::vector<ConstRows>& in, void* out) {
-    cpu::rms_norm_forward(in[0], weight, options, rows_of(out), inv.data());
-  });
-  bench.report("rms_norm_backward", 2, bytes, [&](const std::vector<ConstRows>& in, void* out) {
-    cpu::rms_norm_backward(in[0], in[1], weight, inv.data(), options, {}, rows_of(out), grad_weight,
-                           {});
-  });
-  bench.report("rms_norm_backward + residual", 3, bytes,
-               [&](const std::vector<ConstRows>& in, void* out) {
-                 cpu::rms_norm_backward(in[0], in[1], weight, inv.data(), options, in[2],
-                                        rows_of(out), grad_weight, {});
-               });
-  bench.report("layer_norm_forward", 1, bytes, [&](const std::vector<ConstRows>& in, void* out) {
-    cpu::layer_norm_forward(in[0], weight, bias, options, rows_of(out), mean.data(), inv.data());
-  });
-  bench.report("layer_norm_backward", 2, bytes, [&](const std::vector<ConstRows>& in, void* out) {
-    cpu::layer_norm_backward(in[0], in[1], weight, bias, mean.data(), inv.data(), options, {},
-                             rows_of(out), grad_weight, grad_bias, {});
-  });
-  bench.report("layer_norm_backward + residual", 3, bytes,
-               [&](const std::vector<ConstRows>& in, void* out) {
-                 cpu::layer_norm_backward(in[0], in[1], weight, bias, mean.data(), inv.data(),
-                                          options, in[2], rows_of(out), grad_weight, grad_bias, {});
-               });
+  const auto forward = [&](const ConstRows& x, void* out, bool centered) {
+    cpu::norm_forward({.x = x,
+                       .weight = weight,
+                       .bias = bias,
+                       .y = rows_of(out),
+                       .mean = centered ? mean.data() : nullptr,
+                       .inv_norm = inv.data()});
+  };
+  const auto backward = [&](const std::vector<ConstRows>& in, void* out, bool centered) {
+    cpu::norm_backward({.grad_y = in[0],
+                        .x = in[1],
+                        .weight = weight,
+                        .bias = bias,
+                        .mean = centered ? mean.data() : nullptr,
+                        .inv_norm = inv.data(),
+                        .grad_residual = in.size() > 2 ? in[2] : ConstRows(),
+                        .grad_x = rows_of(out)},
+                       grad_weight, centered ? grad_bias : Vector());
+  };
+  for (const bool centered : {false, true}) {
+    const std::string name = centered ? "layer_norm" : "rms_norm";
+    bench.report(
+        (name + "_forward").c_str(), 1, bytes,
+        [&](const std::vector<ConstRows>& in, void* out) { forward(in[0], out, centered); });
+    for (const int operands : {2, 3})
+      bench.report(
+          (name + "_backward" + (operands == 3 ? " + residual" : "")).c_str(), operands, bytes,
+          [&](const std::vector<ConstRows>& in, void* out) { backward(in, out, centered); });
+  }
   float dequant_scale = 0.0f, amax = 0.0f;
   bench.report(
       "quantize_current", 1, rows * hidden, [&](const std::vector<ConstRows>& in, void* out) {
@@ -255,8 +260,10 @@ void run_all(const Bench& bench) {
     return {{nullptr, element, rows, hidden, hidden}, [&, x](size_t first, size_t count, void* to) {
               const auto* from = static_cast<const std::byte*>(x.data) +
                                  first * x.stride * bytes_per_element(x.element);
-              cpu::rms_norm_forward({from, x.element, count, hidden, x.stride}, weight, options,
-                                    {to, element, count, hidden, hidden}, inv.data() + first);
+              cpu::norm_forward({.x = {from, x.element, count, hidden, x.stride},
+                                 .weight = weight,
+                                 .y = {to, element, count, hidden, hidden},
+                                 .inv_norm = inv.data() + first});
             }};
   };
   bench.report(

@@ -18,7 +18,7 @@ struct QkNorm {
   NormOptions options;
 };
 
-/// y = x_hat * gamma for each head of queries and of keys: rms_norm_forward with the head as a row,
+/// y = x_hat * gamma for each head of queries and of keys: norm_forward with the head as a row,
 /// and with gamma from query_weight or key_weight. Other columns are copied.
 ///
 /// Shapes:  y like x.

@@ -117,13 +117,13 @@ Forward float64_forward(const Problem& p, bool centered) {
 }
 
 void run_forward(Problem& p, bool centered, Matrix& y) {
-  if (centered) {
-    kernels::cpu::layer_norm_forward(p.x.view(), p.weight.parameter(), p.bias.parameter(),
-                                     p.options, y.view(), p.mean.data(), p.inv_norm.data());
-  } else {
-    kernels::cpu::rms_norm_forward(p.x.view(), p.weight.parameter(), p.options, y.view(),
-                                   p.inv_norm.data());
-  }
+  kernels::cpu::norm_forward({.x = p.x.view(),
+                              .weight = p.weight.parameter(),
+                              .bias = p.bias.parameter(),
+                              .options = p.options,
+                              .y = y.view(),
+                              .mean = centered ? p.mean.data() : nullptr,
+                              .inv_norm = p.inv_norm.data()});
 }
 
 /// Results of one backward; what is not wanted stays empty.
@@ -137,17 +137,18 @@ struct Gradients {
 };
 
 void run_backward(Problem& p, bool centered, bool residual, Gradients& g) {
-  const ConstRows grad_residual = residual ? ConstRows(p.grad_residual.view()) : ConstRows{};
-  if (centered) {
-    kernels::cpu::layer_norm_backward(p.grad_y.view(), p.x.view(), p.weight.parameter(),
-                                      p.bias.parameter(), p.mean.data(), p.inv_norm.data(),
-                                      p.options, grad_residual, g.grad_x.view(),
-                                      g.grad_weight.vector(), g.grad_bias.vector(), g.y.view());
-  } else {
-    kernels::cpu::rms_norm_backward(p.grad_y.view(), p.x.view(), p.weight.parameter(),
-                                    p.inv_norm.data(), p.options, grad_residual, g.grad_x.view(),
-                                    g.grad_weight.vector(), g.y.view());
-  }
+  kernels::cpu::norm_backward(
+      {.grad_y = p.grad_y.view(),
+       .x = p.x.view(),
+       .weight = p.weight.parameter(),
+       .bias = p.bias.parameter(),
+       .mean = centered ? p.mean.data() : nullptr,
+       .inv_norm = p.inv_norm.data(),
+       .options = p.options,
+       .grad_residual = residual ? ConstRows(p.grad_residual.view()) : ConstRows{},
+       .grad_x = g.grad_x.view(),
+       .y = g.y.view()},
+      g.grad_weight.vector(), centered ? g.grad_bias.vector() : kernels::Vector());
 }
 
 class Norm : public ::testing::TestWithParam<Case> {};
@@ -288,10 +289,17 @@ TEST_P(NormTarget, L2NormAgreesWithFloat64AndGivesTheSameY) {
       const Case c{GetParam(), false, element, element, element, 5, hidden, 3};
       Problem p(c);
       Matrix y(c.y, c.rows, hidden, c.gap);
-      kernels::cpu::l2_norm_forward(p.x.view(), kEps, y.view(), p.inv_norm.data());
+      kernels::cpu::norm_forward({.x = p.x.view(),
+                                  .options = {.eps = kEps, .sums = true},
+                                  .y = y.view(),
+                                  .inv_norm = p.inv_norm.data()});
       Gradients got(c, element);
-      kernels::cpu::l2_norm_backward(p.grad_y.view(), p.x.view(), p.inv_norm.data(),
-                                     got.grad_x.view(), got.y.view());
+      kernels::cpu::norm_backward({.grad_y = p.grad_y.view(),
+                                   .x = p.x.view(),
+                                   .inv_norm = p.inv_norm.data(),
+                                   .options = {.sums = true},
+                                   .grad_x = got.grad_x.view(),
+                                   .y = got.y.view()});
       std::vector<double> inv_norms, expected, grad_x, magnitude;
       for (size_t r = 0; r < c.rows; ++r) {
         double square = 0.0, sum = 0.0, abs_sum = 0.0;
@@ -400,9 +408,14 @@ TEST_P(NormTarget, BackwardWritesOnlyWhatIsWanted) {
   run_backward(p, true, false, all);
   const auto run = [&](kernels::Rows grad_x, kernels::Vector grad_weight,
                        kernels::Vector grad_bias) {
-    kernels::cpu::layer_norm_backward(p.grad_y.view(), p.x.view(), p.weight.parameter(), {},
-                                      p.mean.data(), p.inv_norm.data(), p.options, {}, grad_x,
-                                      grad_weight, grad_bias, {});
+    kernels::cpu::norm_backward({.grad_y = p.grad_y.view(),
+                                 .x = p.x.view(),
+                                 .weight = p.weight.parameter(),
+                                 .mean = p.mean.data(),
+                                 .inv_norm = p.inv_norm.data(),
+                                 .options = p.options,
+                                 .grad_x = grad_x},
+                                grad_weight, grad_bias);
   };
   run(some.grad_x.view(), {}, {});
   EXPECT_TRUE(same_bits<uint32_t>(some.grad_x.bits(), all.grad_x.bits()));

@@ -164,21 +164,19 @@ TEST_P(SumsByParts, OfGradientsOfNorms) {
         Matrix forward(element, rows, kHidden);
         const kernels::cpu::NormOptions options{1e-5, true};
         GradientsOfNorm expected(element, rows, kHidden), got = expected;
-        if (centered) {
-          kernels::cpu::layer_norm_forward(x.view(), weight.parameter(), bias.parameter(), options,
-                                           forward.view(), mean.data(), inv_norm.data());
-          kernels::cpu::layer_norm_backward(
-              grad_y.view(), x.view(), weight.parameter(), bias.parameter(), mean.data(),
-              inv_norm.data(), options, residual.view(), expected.grad_x.view(),
-              expected.grad_weight.vector(), expected.grad_bias.vector(), expected.y.view());
-        } else {
-          kernels::cpu::rms_norm_forward(x.view(), weight.parameter(), options, forward.view(),
-                                         inv_norm.data());
-          kernels::cpu::rms_norm_backward(grad_y.view(), x.view(), weight.parameter(),
-                                          inv_norm.data(), options, residual.view(),
-                                          expected.grad_x.view(), expected.grad_weight.vector(),
-                                          expected.y.view());
-        }
+        float* const means = centered ? mean.data() : nullptr;
+        const kernels::Vector of_bias = centered ? expected.grad_bias.vector() : kernels::Vector();
+        kernels::cpu::norm_forward({.x = x.view(),
+                                    .weight = weight.parameter(),
+                                    .bias = bias.parameter(),
+                                    .options = options,
+                                    .y = forward.view(),
+                                    .mean = means,
+                                    .inv_norm = inv_norm.data()});
+        kernels::cpu::norm_backward(
+            {grad_y.view(), x.view(), weight.parameter(), bias.parameter(), means, inv_norm.data(),
+             options, residual.view(), expected.grad_x.view(), expected.y.view()},
+            expected.grad_weight.vector(), of_bias);
         const size_t cols = kernels::cpu::norm_sum_cols(kHidden, centered);
         std::vector<float> memory(kernels::sum_blocks(rows) * cols, 123.0f);
         const PartialSums sums{memory.data(), cols, kernels::sum_block_rows(rows)};

@@ -27,37 +27,35 @@ void NormForward::cpu(const Args& args, std::span<Tensor> results) {
   const int64_t dims = args.weight.dim();
   const RowsIn of_x(args.x, dims), of_extra(args.extra, dims);
   const VectorIn gamma(args.weight), beta(args.bias);
-  const kernels::ConstRows from = of_x, added = of_extra;
-  const kernels::cpu::NormOptions options{args.eps, args.zero_centered_gamma,
-                                          args.rounds_before_weight};
-  const kernels::Element sum_element = element_of(sum_dtype(args.x, args.extra));
-  const kernels::Rows sums = rows_out(results[sum], dims);
-  float *const means = statistic_out(results[mean]), *const inv_norms =
-                                                         statistic_out(results[inv_norm]);
-  const auto make = [&](kernels::ConstRows x, kernels::ConstRows extra, kernels::Rows of_sum,
-                        kernels::Rows to, size_t first) {
-    float* const own_means = means == nullptr ? nullptr : means + first;
-    if (args.extra) {
-      kernels::cpu::add_norm_forward(x, extra, gamma, beta, options, sum_element, of_sum, to,
-                                     own_means, inv_norms + first);
-    } else if (args.bias) {
-      kernels::cpu::layer_norm_forward(x, gamma, beta, options, to, own_means, inv_norms + first);
-    } else {
-      kernels::cpu::rms_norm_forward(x, gamma, options, to, inv_norms + first);
-    }
-  };
+  kernels::cpu::NormForward all{
+      .x = of_x,
+      .extra = of_extra,
+      .weight = gamma,
+      .bias = beta,
+      .options = {args.eps, args.zero_centered_gamma, args.rounds_before_weight},
+      .sum_element = element_of(sum_dtype(args.x, args.extra)),
+      .sum = rows_out(results[sum], dims),
+      .mean = statistic_out(results[mean]),
+      .inv_norm = statistic_out(results[inv_norm])};
   if (!args.codes) {  // kernels always write y
     const Tensor of_y =
         results[y].defined() ? results[y] : empty_cpu(args.x.sizes(), args.weight.scalar_type());
-    return make(from, added, sums, rows_out(of_y, dims), 0);
+    all.y = rows_out(of_y, dims);
+    return kernels::cpu::norm_forward(all);
   }
-  const kernels::Rows made{nullptr, element_of(args.weight.scalar_type()), from.rows, from.cols,
-                           from.cols};
-  const auto make_some = [&](size_t first, size_t count, void* to) {
-    make(rows_from(from, first, count), rows_from(added, first, count),
-         rows_from(sums, first, count), rows_at(to, made, count), first);
+  const kernels::Rows made{nullptr, element_of(args.weight.scalar_type()), all.x.rows, all.x.cols,
+                           all.x.cols};
+  const auto make = [&](size_t first, size_t count, void* to) {
+    kernels::cpu::NormForward some = all;
+    some.x = rows_from(all.x, first, count);
+    some.extra = rows_from(all.extra, first, count);
+    some.sum = rows_from(all.sum, first, count);
+    some.y = rows_at(to, made, count);
+    if (args.bias) some.mean += first;
+    some.inv_norm += first;
+    kernels::cpu::norm_forward(some);
   };
-  make_and_quantize({.y = made, .make = make_some, .sources = {from, added}}, results[y],
+  make_and_quantize({.y = made, .make = make, .sources = {all.x, all.extra}}, results[y],
                     args.x.sym_sizes(), args.codes, group_of<NormForward>(results));
 }
 
@@ -68,29 +66,23 @@ void NormBackward::cpu(const Args& args, std::span<Tensor> results) {
   const VectorIn gamma(args.weight), beta(args.bias);
   const Tensor means = args.mean ? args.mean->contiguous() : Tensor(),
                inv_norms = args.inv_norm.contiguous();
-  const kernels::cpu::NormOptions options{0, args.zero_centered_gamma, args.rounds_before_weight};
   const kernels::Vector of_weight = vector_out(results[grad_weight]),
                         of_columns = vector_out(results[sums]),
                         of_bias = vector_out(results[grad_bias]);
+  kernels::cpu::NormBackward all{
+      .grad_y = of_grad,
+      .x = of_x,
+      .weight = gamma,
+      .bias = beta,
+      .mean = statistic_in(means),
+      .inv_norm = statistic_in(inv_norms),
+      .options = {0, args.zero_centered_gamma, args.rounds_before_weight},
+      .grad_residual = of_residual};
   if (!args.codes && !args.y_codes && !results[sums].defined()) {
-    const kernels::Rows to = rows_out(results[grad_x], dims), again = rows_out(results[y], dims);
-    if (args.mean)
-      return kernels::cpu::layer_norm_backward(of_grad, of_x, gamma, beta, statistic_in(means),
-                                               statistic_in(inv_norms), options, of_residual, to,
-                                               of_weight, of_bias, again);
-    return kernels::cpu::rms_norm_backward(of_grad, of_x, gamma, statistic_in(inv_norms), options,
-                                           of_residual, to, of_weight, again);
+    all.grad_x = rows_out(results[grad_x], dims);
+    all.y = rows_out(results[y], dims);
+    return kernels::cpu::norm_backward(all, of_weight, of_bias);
   }
-  const kernels::cpu::NormBackward all{.grad_y = of_grad,
-                                       .x = of_x,
-                                       .weight = gamma,
-                                       .bias = beta,
-                                       .mean = statistic_in(means),
-                                       .inv_norm = statistic_in(inv_norms),
-                                       .options = options,
-                                       .grad_residual = of_residual,
-                                       .grad_x = {},
-                                       .y = {}};
   const size_t rows = all.x.rows, hidden = all.x.cols;
   const bool sums_norm = of_weight || of_bias;
   const SumsOfMade of_norm(
@@ -131,14 +123,20 @@ void NormBackward::cpu(const Args& args, std::span<Tensor> results) {
 }
 
 void L2NormForward::cpu(const Args& args, std::span<Tensor> results) {
-  kernels::cpu::l2_norm_forward(RowsIn(args.x), args.eps, rows_out(results[0]),
-                                statistic_out(results[1]));
+  kernels::cpu::norm_forward({.x = RowsIn(args.x),
+                              .options = {.eps = args.eps, .sums = true},
+                              .y = rows_out(results[0]),
+                              .inv_norm = statistic_out(results[1])});
 }
 
 void L2NormBackward::cpu(const Args& args, std::span<Tensor> results) {
   const Tensor inv_norm = args.inv_norm.contiguous();
-  kernels::cpu::l2_norm_backward(RowsIn(args.grad_y), RowsIn(args.x), statistic_in(inv_norm),
-                                 rows_out(results[0]), rows_out(results[1]));
+  kernels::cpu::norm_backward({.grad_y = RowsIn(args.grad_y),
+                               .x = RowsIn(args.x),
+                               .inv_norm = statistic_in(inv_norm),
+                               .options = {.sums = true},
+                               .grad_x = rows_out(results[0]),
+                               .y = rows_out(results[1])});
 }
 
 }  // namespace tandem::kernel_ops

@@ -159,24 +159,8 @@ HWY_EXPORT(some_rows_target);
 HWY_EXPORT(add_sums_target);
 HWY_EXPORT(backward_target);
 
-void rms_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, const float* inv_rms,
-                       const NormOptions& options, ConstRows grad_residual, Rows grad_x,
-                       Vector grad_weight, Rows y) {
-  HWY_DYNAMIC_DISPATCH(backward_target)
-  ({grad_y, x, weight, {}, nullptr, inv_rms, options, grad_residual, grad_x, y}, grad_weight, {});
-}
-
-void l2_norm_backward(ConstRows grad_y, ConstRows x, const float* inv_norm, Rows grad_x, Rows y) {
-  rms_norm_backward(grad_y, x, {}, inv_norm, {.sums = true}, {}, grad_x, {}, y);
-}
-
-void layer_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, ConstVector bias,
-                         const float* mean, const float* inv_std, const NormOptions& options,
-                         ConstRows grad_residual, Rows grad_x, Vector grad_weight, Vector grad_bias,
-                         Rows y) {
-  HWY_DYNAMIC_DISPATCH(backward_target)
-  ({grad_y, x, weight, bias, mean, inv_std, options, grad_residual, grad_x, y}, grad_weight,
-   grad_bias);
+void norm_backward(const NormBackward& norm, Vector grad_weight, Vector grad_bias) {
+  HWY_DYNAMIC_DISPATCH(backward_target)(norm, grad_weight, grad_bias);
 }
 
 void some_rows_norm_backward(const NormBackward& rows, const PartialSums& part) {

@@ -16,8 +16,12 @@ namespace tandem::kernels::cpu::HWY_NAMESPACE {
 /// Computes row r of a sum and returns it as a matrix in which every row is that row.
 class SumRow {
  public:
-  SumRow(ConstRows x, ConstRows extra, Element element, Rows sum, float* buffer)
-      : x_(x), extra_(extra), element_(element), sum_(sum), buffer_(buffer) {}
+  SumRow(const NormForward& norm, float* buffer)
+      : x_(norm.x),
+        extra_(norm.extra),
+        element_(norm.sum_element),
+        sum_(norm.sum),
+        buffer_(buffer) {}
 
   HWY_INLINE void fetch(size_t r) const {
     fetch_row(x_, r);
@@ -69,14 +73,14 @@ class PlainRow {
 };
 
 /// `source(x_buffer)` returns an object that prefetches row r (`fetch`) and that returns a matrix
-/// with row r. `mean` is nullptr for RMSNorm.
+/// with row r, whose element is `x_element`.
 template <bool kCentered, typename Source>
-HWY_INLINE void norm_forward(size_t rows, size_t hidden, Element x_element, const Source& source,
-                             ConstVector weight, ConstVector bias, const NormOptions& options,
-                             Rows y, float* mean, float* inv_norm) {
-  const size_t stride = scratch_stride(hidden);
+HWY_INLINE void normalize(const NormForward& norm, Element x_element, const Source& source) {
+  const NormOptions& options = norm.options;
+  const Rows y = norm.y;
+  const size_t rows = norm.x.rows, hidden = norm.x.cols, stride = scratch_stride(hidden);
   const NormParameters parameters =
-      norm_parameters(weight, bias, options.zero_centered_gamma, hidden);
+      norm_parameters(norm.weight, norm.bias, options.zero_centered_gamma, hidden);
   const int64_t grain =
       static_cast<int64_t>(std::max<size_t>(1, 16384 / std::max<size_t>(1, hidden)));
   with_element(x_element == y.element ? x_element : Element::float32, [&](auto element) HWY_ATTR {
@@ -95,42 +99,26 @@ HWY_INLINE void norm_forward(size_t rows, size_t hidden, Element x_element, cons
           normalize_row<kCentered>(rounding, element, x_row, parameters, statistics, hidden, y_row);
         });
         finish_row(element, y, r, y_buffer);
-        if constexpr (kCentered) mean[r] = statistics.mean;
-        inv_norm[r] = statistics.inv_norm;
+        if constexpr (kCentered) norm.mean[r] = statistics.mean;
+        norm.inv_norm[r] = statistics.inv_norm;
       }
     });
   });
 }
 
-template <bool kCentered>
-HWY_INLINE void norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
-                             const NormOptions& options, Rows y, float* mean, float* inv_norm) {
-  const auto as_it_is = [x](float*) { return PlainRow(x); };
-  norm_forward<kCentered>(x.rows, x.cols, x.element, as_it_is, weight, bias, options, y, mean,
-                          inv_norm);
-}
-
-void add_forward(ConstRows x, ConstRows extra, ConstVector weight, ConstVector bias,
-                 const NormOptions& options, Element sum_element, Rows sum, Rows y, float* mean,
-                 float* inv_norm) {
-  const auto summed = [&](float* buffer) { return SumRow(x, extra, sum_element, sum, buffer); };
-  if (mean == nullptr) {
-    norm_forward<false>(x.rows, x.cols, sum_element, summed, weight, {}, options, y, nullptr,
-                        inv_norm);
+void forward_target(const NormForward& norm) {
+  const auto run = [&](Element x_element, const auto& source) HWY_ATTR {
+    if (norm.mean == nullptr) {
+      normalize<false>(norm, x_element, source);
+    } else {
+      normalize<true>(norm, x_element, source);
+    }
+  };
+  if (norm.extra) {
+    run(norm.sum_element, [&](float* buffer) { return SumRow(norm, buffer); });
   } else {
-    norm_forward<true>(x.rows, x.cols, sum_element, summed, weight, bias, options, y, mean,
-                       inv_norm);
+    run(norm.x.element, [&](float*) { return PlainRow(norm.x); });
   }
-}
-
-void rms_forward(ConstRows x, ConstVector weight, const NormOptions& options, Rows y,
-                 float* inv_rms) {
-  norm_forward<false>(x, weight, {}, options, y, nullptr, inv_rms);
-}
-
-void layer_forward(ConstRows x, ConstVector weight, ConstVector bias, const NormOptions& options,
-                   Rows y, float* mean, float* inv_std) {
-  norm_forward<true>(x, weight, bias, options, y, mean, inv_std);
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
@@ -139,30 +127,9 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 
-HWY_EXPORT(add_forward);
-HWY_EXPORT(rms_forward);
-HWY_EXPORT(layer_forward);
+HWY_EXPORT(forward_target);
 
-void rms_norm_forward(ConstRows x, ConstVector weight, const NormOptions& options, Rows y,
-                      float* inv_rms) {
-  HWY_DYNAMIC_DISPATCH(rms_forward)(x, weight, options, y, inv_rms);
-}
-
-void l2_norm_forward(ConstRows x, double eps, Rows y, float* inv_norm) {
-  rms_norm_forward(x, {}, {.eps = eps, .sums = true}, y, inv_norm);
-}
-
-void layer_norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
-                        const NormOptions& options, Rows y, float* mean, float* inv_std) {
-  HWY_DYNAMIC_DISPATCH(layer_forward)(x, weight, bias, options, y, mean, inv_std);
-}
-
-void add_norm_forward(ConstRows x, ConstRows extra, ConstVector weight, ConstVector bias,
-                      const NormOptions& options, Element sum_element, Rows sum, Rows y,
-                      float* mean, float* inv_norm) {
-  HWY_DYNAMIC_DISPATCH(add_forward)
-  (x, extra, weight, bias, options, sum_element, sum, y, mean, inv_norm);
-}
+void norm_forward(const NormForward& norm) { HWY_DYNAMIC_DISPATCH(forward_target)(norm); }
 
 }  // namespace tandem::kernels::cpu
 #endif
