@@ -14,44 +14,41 @@
 namespace tandem::testing::autograd_arguments {
 namespace {
 
-auto calling(const Tensors& inputs, const Tensors& params, const std::string& description,
-             const Tensors& workspaces = {}) {
-  return [=] { call_op({inputs, params, workspaces}, description); };
+void call(const Tensors& inputs, const Tensors& params, const std::string& description,
+          const Tensors& workspaces = {}) {
+  call_op({inputs, params, workspaces}, description);
 }
 
 TEST(ArgumentErrors, InputsAndParametersAreCountedApart) {
   const std::string bias = description_of({"bias"}), add = description_of({"add_extra_input"});
   const Tensors x{random({4, 8})}, two{random({4, 8}), random({8})}, none, one{random({8})};
-  EXPECT_THAT(
-      calling(two, none, bias),
-      ThrowsText<c10::ValueError>("pipeline: expected 1 inputs and 1 parameters, got 2 and 0",
-                                  "Pass the main input and one tensor per unbound extra input"));
+  EXPECT_ERROR(call(two, none, bias), c10::ValueError,
+               "pipeline: expected 1 inputs and 1 parameters, got 2 and 0",
+               "Pass the main input and one tensor per unbound extra input");
   call_op({x, one, {}}, bias);  // the plan of the right split serves no other
-  EXPECT_THAT(calling(two, none, bias),
-              ThrowsText<c10::ValueError>("1 inputs and 1 parameters, got 2 and 0"));
-  EXPECT_THAT(calling(x, one, add),
-              ThrowsText<c10::ValueError>("2 inputs and 0 parameters, got 1 and 1"));
-  EXPECT_THAT(calling(x, none, bias), ThrowsText<c10::ValueError>("got 1 and 0"));
-  EXPECT_THAT(calling(two, one, bias), ThrowsText<c10::ValueError>("got 2 and 1"));
-  EXPECT_THAT(calling(x, two, bias), ThrowsText<c10::ValueError>("got 1 and 2"));
+  EXPECT_ERROR(call(two, none, bias), c10::ValueError, "1 inputs and 1 parameters, got 2 and 0");
+  EXPECT_ERROR(call(x, one, add), c10::ValueError, "2 inputs and 0 parameters, got 1 and 1");
+  EXPECT_ERROR(call(x, none, bias), c10::ValueError, "got 1 and 0");
+  EXPECT_ERROR(call(two, one, bias), c10::ValueError, "got 2 and 1");
+  EXPECT_ERROR(call(x, two, bias), c10::ValueError, "got 1 and 2");
 }
 
 TEST(ArgumentErrors, OnEveryPath) {
   Pipeline pipeline(ops_json({"bias"}));
   const Tensors two{leaf({4, 8}), leaf({8})}, none;
   const char* text = "pipeline: expected 1 inputs and 1 parameters, got 2 and 0";
-  EXPECT_THAT([&] { pipeline(two, none, true); }, ThrowsText<c10::ValueError>(text));
-  EXPECT_THAT([&] { verify(pipeline, two, none, true); }, ThrowsText<c10::ValueError>(text));
+  EXPECT_ERROR(pipeline(two, none, true), c10::ValueError, text);
+  EXPECT_ERROR(verify(pipeline, two, none, true), c10::ValueError, text);
   const char* nothing = "pipeline: expected the main input, got no tensor. Pass it first.";
-  EXPECT_THAT([&] { pipeline(none, none, true); }, ThrowsText<c10::ValueError>(nothing));
-  EXPECT_THAT([&] { verify(pipeline, none, none, true); }, ThrowsText<c10::ValueError>(nothing));
+  EXPECT_ERROR(pipeline(none, none, true), c10::ValueError, nothing);
+  EXPECT_ERROR(verify(pipeline, none, none, true), c10::ValueError, nothing);
 }
 
 /// A product under a recipe whose weight's codes live in a workspace that the caller passes.
 class Workspaces : public ::testing::Test {
  protected:
-  auto calling_with(Tensors workspaces) {
-    return calling({random({4, 8})}, {weight_}, description_, workspaces);
+  void call_with(const Tensors& workspaces) {
+    call({random({4, 8})}, {weight_}, description_, workspaces);
   }
   Tensors with(size_t part, const at::Tensor& replacement) {
     Tensors parts = parts_;
@@ -65,22 +62,20 @@ class Workspaces : public ::testing::Test {
                  at::zeros({kernel_ops::kStampSize}, at::kLong)};
 };
 
-TEST_F(Workspaces, ThatFitServe) { calling_with(parts_)(); }
+TEST_F(Workspaces, ThatFitServe) { call_with(parts_); }
 
 TEST_F(Workspaces, OfTheWrongNumberAreRefused) {
-  EXPECT_THAT(calling_with({}),
-              ThrowsText<c10::ValueError>("pipeline: expected 4 workspace tensors, got 0"));
+  EXPECT_ERROR(call_with({}), c10::ValueError, "pipeline: expected 4 workspace tensors, got 0");
   Tensors five = parts_;
   five.push_back(at::empty({}));
-  EXPECT_THAT(calling_with(five), ThrowsText<c10::ValueError>("4 workspace tensors, got 5"));
+  EXPECT_ERROR(call_with(five), c10::ValueError, "4 workspace tensors, got 5");
 }
 
 TEST_F(Workspaces, OfAnotherShapeDtypeOrDeviceAreRefused) {
   const auto refuses = [&](const Tensors& workspaces, const char* part) {
-    EXPECT_THAT(calling_with(workspaces),
-                ThrowsText<c10::ValueError>(std::string("refresh_weight_: expected ") + part,
-                                            " on cpu, as the weight's workspace, got ",
-                                            "Allocate the workspace again"));
+    EXPECT_ERROR(call_with(workspaces), c10::ValueError,
+                 std::string("refresh_weight_: expected ") + part,
+                 " on cpu, as the weight's workspace, got ", "Allocate the workspace again");
   };
   refuses(with(0, at::empty({8, 6}, at::kByte)), "row_codes of shape [6, 8], Byte,");
   refuses(with(0, at::empty({48}, at::kByte)), "row_codes of shape [6, 8], Byte,");
@@ -97,21 +92,20 @@ TEST_F(Workspaces, OfAnotherShapeDtypeOrDeviceAreRefused) {
 
 TEST_F(Workspaces, WhoseMemoryIsSharedOrExpandedAreRefused) {
   const char* gaps = "contiguous and without a gradient, got strides ";
-  EXPECT_THAT(calling_with(with(0, at::empty({1, 1}, at::kByte).expand({6, 8}))),
-              ThrowsText<c10::ValueError>("refresh_weight_: expected row_codes ", gaps, "[0, 0]",
-                                          "Allocate the workspace for this weight"));
-  EXPECT_THAT(calling_with(with(0, at::empty({8, 6}, at::kByte).t())),
-              ThrowsText<c10::ValueError>("row_codes ", gaps));
-  EXPECT_THAT(calling_with(with(3, at::zeros({1}, at::kLong).expand({kernel_ops::kStampSize}))),
-              ThrowsText<c10::ValueError>("stamp ", gaps));
-  EXPECT_THAT(calling_with(with(1, at::empty({}).requires_grad_())),
-              ThrowsText<c10::ValueError>("row_scale ", gaps, "requires_grad=1"));
+  EXPECT_ERROR(call_with(with(0, at::empty({1, 1}, at::kByte).expand({6, 8}))), c10::ValueError,
+               "refresh_weight_: expected row_codes ", gaps, "[0, 0]",
+               "Allocate the workspace for this weight");
+  EXPECT_ERROR(call_with(with(0, at::empty({8, 6}, at::kByte).t())), c10::ValueError, "row_codes ",
+               gaps);
+  EXPECT_ERROR(call_with(with(3, at::zeros({1}, at::kLong).expand({kernel_ops::kStampSize}))),
+               c10::ValueError, "stamp ", gaps);
+  EXPECT_ERROR(call_with(with(1, at::empty({}).requires_grad_())), c10::ValueError, "row_scale ",
+               gaps, "requires_grad=1");
   const char* shared = " in memory of its own, got some that another part of the workspace or the";
-  EXPECT_THAT(calling_with(with(1, parts_[2])),
-              ThrowsText<c10::ValueError>("refresh_weight_: expected row_scale", shared,
-                                          "Allocate each part by itself"));
-  EXPECT_THAT(calling_with(with(2, weight_[0][0])),
-              ThrowsText<c10::ValueError>("refresh_weight_: expected amax", shared));
+  EXPECT_ERROR(call_with(with(1, parts_[2])), c10::ValueError,
+               "refresh_weight_: expected row_scale", shared, "Allocate each part by itself");
+  EXPECT_ERROR(call_with(with(2, weight_[0][0])), c10::ValueError, "refresh_weight_: expected amax",
+               shared);
 }
 
 TEST(ArgumentErrors, RowsWithoutElementsTakeNoTime) {

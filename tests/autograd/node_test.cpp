@@ -41,10 +41,9 @@ TEST(Node, RunsAgainWithRetainGraphOnly) {
   const at::Tensor first = gradient(true);
   EXPECT_TRUE(same(gradient(true), first));
   EXPECT_TRUE(same(gradient(false), first));
-  EXPECT_THAT(
-      [&] { gradient(false); },
-      ThrowsText<c10::Error>("pipeline: expected a graph that still holds its saved tensors",
-                             "got one already used by backward()", "Pass retain_graph=True"));
+  EXPECT_ERROR(gradient(false), c10::Error,
+               "pipeline: expected a graph that still holds its saved tensors",
+               "got one already used by backward()", "Pass retain_graph=True");
 }
 
 TEST(Node, RefusesASecondDerivative) {
@@ -53,26 +52,23 @@ TEST(Node, RefusesASecondDerivative) {
   const at::Tensor gradient =
       torch::autograd::grad({y}, {x}, {at::ones_like(y)}, true, /*create_graph=*/true)[0];
   EXPECT_TRUE(gradient.requires_grad());
-  EXPECT_THAT([&] { gradient.sum().backward(); },
-              ThrowsText<c10::Error>("pipeline: expected at most one backward, got a backward of "
-                                     "the backward",
-                                     "torch.func.grad"));
+  EXPECT_ERROR(gradient.sum().backward(), c10::Error,
+               "pipeline: expected at most one backward, got a backward of the backward",
+               "torch.func.grad");
 }
 
 TEST(Node, FindsAnInPlaceWriteToASavedInput) {
   const at::Tensor x = leaf({3, 8}), base = x * 1;
   const at::Tensor y = call({"gelu"}, {base})[0];
   base.detach().add_(1);
-  EXPECT_THAT([&] { y.sum().backward(); },
-              ThrowsText<c10::Error>("modified by an inplace operation"));
+  EXPECT_ERROR(y.sum().backward(), c10::Error, "modified by an inplace operation");
 }
 
 TEST(Node, FindsAnInPlaceWriteBehindAReshape) {
   const at::Tensor x = leaf({3, 8}), base = x * 1;
   const at::Tensor y = call({R"(reshape {"options": {"shape": [8, 3]}})", "gelu"}, {base})[0];
   base.detach().add_(1);
-  EXPECT_THAT([&] { y.sum().backward(); },
-              ThrowsText<c10::Error>("modified by an inplace operation"))
+  EXPECT_ERROR(y.sum().backward(), c10::Error, "modified by an inplace operation")
       << "a view made below autograd would have a version counter of its own";
 }
 
@@ -81,12 +77,10 @@ TEST(Node, FindsAnInPlaceWriteToAParameterAndToAnOutput) {
   const auto params = mlp_params();
   const at::Tensor y = call(kMlp, {x}, params)[0];
   params[1].detach().mul_(2);
-  EXPECT_THAT([&] { y.sum().backward(); },
-              ThrowsText<c10::Error>("modified by an inplace operation"));
+  EXPECT_ERROR(y.sum().backward(), c10::Error, "modified by an inplace operation");
   const Outputs outputs = call({"gelu", "make_extra_output", "silu"}, {x});
   outputs[1].detach().mul_(2);
-  EXPECT_THAT([&] { outputs[0].sum().backward(); },
-              ThrowsText<c10::Error>("modified by an inplace operation"));
+  EXPECT_ERROR(outputs[0].sum().backward(), c10::Error, "modified by an inplace operation");
 }
 
 TEST(Node, ReshapedInputsAreViewedAgainInBackward) {
@@ -225,23 +219,19 @@ TANDEM_REGISTER_OP(kNotANumber);
 TEST(Node, AnomalyModeNamesTheStepThatWritesNaN) {
   const at::Tensor y = call({"identity", "test_not_a_number", "gelu"}, {leaf({2})})[0];
   torch::autograd::AnomalyMode::set_enabled(true, /*check_nan=*/true);
-  EXPECT_THAT([&] { y.sum().backward(); },
-              ThrowsText<c10::Error>("pipeline: expected finite gradients, got NaN from step "
-                                     "test_not_a_number.backward of op 1",
-                                     "which writes grad of x"));
+  EXPECT_ERROR(
+      y.sum().backward(), c10::Error,
+      "pipeline: expected finite gradients, got NaN from step test_not_a_number.backward of op 1",
+      "which writes grad of x");
   torch::autograd::AnomalyMode::set_enabled(false);
 }
 
 TEST(Node, WrongNumberOfWorkspaces) {
   const Tensors inputs{random({2, 4})}, params{random({4, 4})}, one{random({1})};
   const Planned planned({"basic_linear"}, inputs, params);
-  EXPECT_THAT(
-      [&] {
-        run_pipeline(planned.shared_plan(), {inputs, params, one}, Path::direct);
-      },
-      ThrowsText<c10::ValueError>("pipeline: expected 0 workspace tensors, got 1",
-                                  " workspace tensors, got ",
-                                  "Allocate them for the weights of this pipeline"));
+  EXPECT_ERROR(run_pipeline(planned.shared_plan(), {inputs, params, one}, Path::direct),
+               c10::ValueError, "pipeline: expected 0 workspace tensors, got 1",
+               "Allocate them for the weights of this pipeline");
 }
 
 }  // namespace

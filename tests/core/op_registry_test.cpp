@@ -22,17 +22,14 @@ TEST(OpRegistry, KnowsTheBuiltInOps) {
 }
 
 TEST(OpRegistryErrors, UnknownOpListsTheNames) {
-  EXPECT_THAT(
-      [] { op_def("softmax"); },
-      ThrowsText<c10::ValueError>("op: expected one of ", "add_extra_input, ", "got \"softmax\"",
-                                  "Register the op before the pipeline that uses it"));
+  EXPECT_ERROR(op_def("softmax"), c10::ValueError, "op: expected one of ", "add_extra_input, ",
+               "got \"softmax\"", "Register the op before the pipeline that uses it");
 }
 
 TEST(OpRegistryErrors, TakenName) {
   static const OpDef taken = definition("gelu");
-  EXPECT_THAT([] { register_op(taken); },
-              ThrowsText<c10::ValueError>("op: expected a new name, got \"gelu\"",
-                                          "op: expected a new name, got \"", "Rename the op"));
+  EXPECT_ERROR(register_op(taken), c10::ValueError, "op: expected a new name, got \"gelu\"",
+               "Rename the op");
 }
 
 struct Cut {
@@ -71,7 +68,7 @@ TEST(Signatures, AreReadIntoTheirStruct) {
   EXPECT_EQ(given.label, "a");
   EXPECT_EQ(given.shape, std::vector<int64_t>{3});
   const auto refused = [&](const char* text, const char* error) {
-    EXPECT_THAT([&] { read(text); }, ThrowsText<c10::ValueError>(error)) << text;
+    EXPECT_ERROR(read(text), c10::ValueError, error) << text;
   };
   refused(R"({"share": 1.5})",
           "cut: expected option share to be a number from 0 to 1, got 1.5. share: of x.");
@@ -93,16 +90,15 @@ TEST(Signatures, AreReadIntoTheirStruct) {
           "2^63, got [-1,-1]");
   refused(R"({"width": 3})", "cut: expected one of [\"share\",\"count\"");
   const Signature needed{Cut{}, {{"count", &Cut::count, required(), "of cuts"}}};
-  EXPECT_THAT([&] { needed.parse("cut", {}); },
-              ThrowsText<c10::ValueError>("cut: expected a field \"count\", got none in {}"));
+  EXPECT_ERROR(needed.parse("cut", {}), c10::ValueError,
+               "cut: expected a field \"count\", got none in {}");
 }
 
 TEST(SignatureErrors, WhatContradictsItself) {
   const auto refused = [](OpDef def, const char* error, const char* piece) {
     static std::vector<std::unique_ptr<OpDef>> definitions;
     definitions.push_back(std::make_unique<OpDef>(std::move(def)));
-    EXPECT_THAT([&] { register_op(*definitions.back()); },
-                ThrowsText<c10::ValueError>(error, piece));
+    EXPECT_ERROR(register_op(*definitions.back()), c10::ValueError, error, piece);
   };
   OpDef def = definition("test_signature");
   def.signature = {Cut{}, {{"share", &Cut::share, between(1, 2), "of x"}}};
@@ -128,10 +124,9 @@ TEST(OpRegistryErrors, NamesThatAreNotDeclared) {
   const auto refused = [](OpDef def, const char* where, const char* name) {
     static std::vector<std::unique_ptr<OpDef>> definitions;
     definitions.push_back(std::make_unique<OpDef>(std::move(def)));
-    EXPECT_THAT([&] { register_op(*definitions.back()); },
-                ThrowsText<c10::ValueError>(
-                    "op test_names: expected", where, " to name one of its operands or results",
-                    std::string("got \"") + name + "\"", "Declare it in inputs"));
+    EXPECT_ERROR(register_op(*definitions.back()), c10::ValueError, "op test_names: expected",
+                 where, " to name one of its operands or results",
+                 std::string("got \"") + name + "\"", "Declare it in inputs");
   };
   OpDef def = definition("test_names");
   def.same = {{"z", "x"}};
@@ -158,7 +153,7 @@ TEST(OpRegistryErrors, NamesThatMeanTwoThings) {
   const auto refused = [](OpDef def, auto... texts) {
     static std::vector<std::unique_ptr<OpDef>> definitions;
     definitions.push_back(std::make_unique<OpDef>(std::move(def)));
-    EXPECT_THAT([&] { register_op(*definitions.back()); }, ThrowsText<c10::ValueError>(texts...));
+    EXPECT_ERROR(register_op(*definitions.back()), c10::ValueError, texts...);
   };
   OpDef def = definition("test_twice");
   def.inputs = {"x", "y"};
@@ -202,43 +197,37 @@ TEST(OpRegistry, NamesInBackwardReferToOperandsAndGradients) {
 TEST(OpRegistryErrors, NamesThatAreNoNames) {
   static OpDef def = definition("test_star");
   def.inputs = {"x", "*"};
-  EXPECT_THAT([] { register_op(def); },
-              ThrowsText<c10::ValueError>(
-                  "op test_star: expected operands and results named by letters, digits and _, ",
-                  "with [] behind a list, got \"*\". Rename it."));
+  EXPECT_ERROR(register_op(def), c10::ValueError,
+               "op test_star: expected operands and results named by letters, digits and _, ",
+               "with [] behind a list, got \"*\". Rename it.");
 }
 
 /// A step's name in patterns is made of two: these would make that of a built-in one.
 TEST(OpRegistryErrors, NamesThatPatternsWouldTakeForOthers) {
   static OpDef dotted = definition("rms_norm.backward"), step = definition("test_dotted_step"),
                backward = definition("test_backward_called_forward");
-  EXPECT_THAT([] { register_op(dotted); },
-              ThrowsText<c10::ValueError>("op: expected the name of an op without '.' and '|', got "
-                                          "\"rms_norm.backward\"",
-                                          " without '.' and '|', got \"", "Rename it."));
+  EXPECT_ERROR(register_op(dotted), c10::ValueError,
+               "op: expected the name of an op without '.' and '|', got \"rms_norm.backward\"",
+               "Rename it.");
   step.forward = {{.name = "a|b", .reads = {"x"}, .writes = {"y"}, .run = [](Call&) {}}};
-  EXPECT_THAT([] { register_op(step); },
-              ThrowsText<c10::ValueError>("op: expected the name of a step without '.' and '|', "
-                                          "got \"a|b\" in op \"test_dotted_step\""));
+  EXPECT_ERROR(register_op(step), c10::ValueError,
+               "op: expected the name of a step without '.' and '|', got \"a|b\" in op "
+               "\"test_dotted_step\"");
   backward.backward = {
       {.name = "forward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = [](Call&) {}}};
-  EXPECT_THAT([] { register_op(backward); },
-              ThrowsText<c10::ValueError>(
-                  "op test_backward_called_forward: expected a step of backward by a name of its "
-                  "own, got \"forward\". Call it \"backward\".",
-                  ": expected a step of backward by a name of its own, got "));
+  EXPECT_ERROR(register_op(backward), c10::ValueError,
+               "op test_backward_called_forward: expected a step of backward by a name of its own, "
+               "got \"forward\". Call it \"backward\".");
 }
 
 /// Fusions of a family read its members' options as one struct.
 TEST(OpRegistryErrors, AFamilyHasOneStructOfOptionsAndOneListOfSteps) {
   static OpDef def = definition("test_other_activation");
   def.family = "activation";
-  EXPECT_THAT([] { register_op(def); },
-              ThrowsText<c10::ValueError>(
-                  "op test_other_activation: expected the struct of options and the steps of its "
-                  "family activation, as ",
-                  " has them, got others. Leave the family out.",
-                  ": expected the struct of options and the steps of its family "));
+  EXPECT_ERROR(register_op(def), c10::ValueError,
+               "op test_other_activation: expected the struct of options and the steps of its "
+               "family activation, as ",
+               " has them, got others. Leave the family out.");
 }
 
 TEST(OpRegistryErrors, ListsStandLastAndHaveALength) {
@@ -248,54 +237,46 @@ TEST(OpRegistryErrors, ListsStandLastAndHaveALength) {
   before.params = {"weight[]"};
   before.list_length = one;
   before.forward = {{.name = "forward", .reads = {"weight[]", "x"}, .writes = {"y"}}};
-  EXPECT_THAT([] { register_op(before); },
-              ThrowsText<c10::ValueError>(
-                  "op test_list_before: expected lists behind all other operands of step \"forward"
-                  "\", got one before. Name them last."));
+  EXPECT_ERROR(register_op(before), c10::ValueError,
+               "op test_list_before: expected lists behind all other operands of step \"forward\", "
+               "got one before. Name them last.");
   endless.params = {"weight[]"};
-  EXPECT_THAT([] { register_op(endless); },
-              ThrowsText<c10::ValueError>(
-                  "op test_endless: expected list_length, which tells how long its lists are, got "
-                  "none. Define it."));
+  EXPECT_ERROR(register_op(endless), c10::ValueError,
+               "op test_endless: expected list_length, which tells how long its lists are, got "
+               "none. Define it.");
   result.results = {{"y[]"}};
-  EXPECT_THAT([] { register_op(result); },
-              ThrowsText<c10::ValueError>(
-                  "op test_list_result: expected results that are one value each, got list "
-                  "\"y[]\". Declare one tensor."));
+  EXPECT_ERROR(register_op(result), c10::ValueError,
+               "op test_list_result: expected results that are one value each, got list \"y[]\". "
+               "Declare one tensor.");
 }
 
 TEST(OpRegistryErrors, ResultsThatNobodyWrites) {
   static OpDef def = definition("test_unwritten");
   def.results = {{"y"}, {"z"}};
   def.forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}}};
-  EXPECT_THAT([] { register_op(def); },
-              ThrowsText<c10::ValueError>(
-                  "op test_unwritten: expected a step of forward that writes result \"z\", got "
-                  "none. Name it in a step's writes."));
+  EXPECT_ERROR(register_op(def), c10::ValueError,
+               "op test_unwritten: expected a step of forward that writes result \"z\", got none. "
+               "Name it in a step's writes.");
 }
 
 TEST(OpRegistryErrors, ContractsWithoutARoleAndRolesWithoutAContract) {
   static OpDef multiplies = definition("test_no_role");
   multiplies.forward = {
       {.name = "forward", .reads = {"x"}, .writes = {"y"}, .contracts = {{"x", Direction::row}}}};
-  EXPECT_THAT(
-      [] { register_op(multiplies); },
-      ThrowsText<c10::ValueError>(
-          "op test_no_role: expected contracts of step \"forward\" to name reads that have a "
-          "role, got \"x\". Declare it in its reads and in roles."));
+  EXPECT_ERROR(register_op(multiplies), c10::ValueError,
+               "op test_no_role: expected contracts of step \"forward\" to name reads that have a "
+               "role, got \"x\". Declare it in its reads and in roles.");
   static OpDef other = definition("test_not_read");
   other.roles = {{"y", Role::input}};
   other.forward = {
       {.name = "forward", .reads = {"x"}, .writes = {"y"}, .contracts = {{"y", Direction::row}}}};
-  EXPECT_THAT([] { register_op(other); },
-              ThrowsText<c10::ValueError>("to name reads that have a role, got \"y\""));
+  EXPECT_ERROR(register_op(other), c10::ValueError, "to name reads that have a role, got \"y\"");
   static OpDef idle = definition("test_no_contract");
   idle.roles = {{"x", Role::input}};
   idle.forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}}};
-  EXPECT_THAT([] { register_op(idle); },
-              ThrowsText<c10::ValueError>(
-                  "op test_no_contract: expected a step whose contracts name \"x\", which has a "
-                  "role, got none. Say along which dimension it is summed."));
+  EXPECT_ERROR(register_op(idle), c10::ValueError,
+               "op test_no_contract: expected a step whose contracts name \"x\", which has a role, "
+               "got none. Say along which dimension it is summed.");
 }
 
 TEST(Values, PartsOfFormats) {

@@ -65,11 +65,10 @@ TEST(UserOp, ComputesAndDifferentiates) {
 }
 
 TEST(UserOp, ItsOptionsAreChecked) {
-  EXPECT_THAT(
-      [] { parse_description(description_of({R"(shifted_relu {"options": {"shift": -1}})"})); },
-      ThrowsText<c10::ValueError>(
-          "shifted_relu: expected option shift to be a finite number >= 0, got -1. "
-          "shift: what x has to exceed."));
+  EXPECT_ERROR(parse_description(description_of({R"(shifted_relu {"options": {"shift": -1}})"})),
+               c10::ValueError,
+               "shifted_relu: expected option shift to be a finite number >= 0, got -1. shift: "
+               "what x has to exceed.");
 }
 
 /// y = 2 x, which counts its calls in a tensor of the caller.
@@ -105,9 +104,8 @@ TEST(UserOp, MutatesABufferOfTheCallerOncePerCall) {
     y[0].sum().backward();
     EXPECT_EQ(seen.item<double>(), 2 * calls) << "two ops, and backward repeats neither";
   }
-  EXPECT_THAT([&] { pipeline(Tensors{x}, {}, true); },
-              ThrowsText<c10::ValueError>("pipeline: expected 1 buffers, got 0",
-                                          "Pass one tensor for each that an op writes"));
+  EXPECT_ERROR(pipeline(Tensors{x}, {}, true), c10::ValueError,
+               "pipeline: expected 1 buffers, got 0", "Pass one tensor for each that an op writes");
 }
 
 TEST(UserOp, AFusionPerformsTheMutationsThatItDeclaresAndIsRefusedWithout) {

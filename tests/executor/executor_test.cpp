@@ -112,8 +112,8 @@ TEST_F(ExecutorMemory, OfAReshapedValueIsNotTaken) {
 }
 
 TEST(Executor, ADemandedValueThatIsNotWrittenIsNamed) {
-  EXPECT_THAT([] { run({"test_silent"}, {random({2})}, {}); },
-              ThrowsText<c10::Error>("test_silent did not write 0.test_silent.y"));
+  EXPECT_ERROR(run({"test_silent"}, {random({2})}, {}), c10::Error,
+               "test_silent did not write 0.test_silent.y");
 }
 
 TEST(Executor, TakesWhatTheCallerCouldNotHaveKept) {

@@ -109,9 +109,8 @@ TEST(MultiheadAttention, ReturnsWhatIsAskedFor) {
     }
   }
   EXPECT_TRUE((all.y + all.bias).allclose(plain->forward(normed), 1e-9, 1e-10));
-  EXPECT_THAT([&] { made->forward(x); },
-              ThrowsText<c10::ValueError>("MultiheadAttention: expected one output, got ",
-                                          "return_bias or return_layernorm_output. Call "));
+  EXPECT_ERROR(made->forward(x), c10::ValueError, "MultiheadAttention: expected one output, got ",
+               "return_bias or return_layernorm_output. Call ");
   EXPECT_FALSE(attention({.return_layernorm_output = true})->forward_all(x).bias.defined())
       << "no norm, none of its outputs";
 }
@@ -134,14 +133,13 @@ TEST(MultiheadAttention, OverRanks) {
   EXPECT_EQ(p["qkv.key_bias"].sizes(), (std::vector<int64_t>{kHidden / 4}));
   EXPECT_EQ(p["proj.weight"].sizes(), (std::vector<int64_t>{kHidden, kHidden / 2}));
   EXPECT_EQ(p["proj.bias"].sizes(), (std::vector<int64_t>{kHidden}));
-  EXPECT_THAT(
-      [] {
-        MultiheadAttention(kHidden, kHeads,
-                           {.attention = {.tensor_parallel = {TensorParallel::Mode::column, "0", 4},
-                                          .num_gqa_groups = 2}});
-      },
-      ThrowsText<c10::ValueError>("MultiheadAttention: expected num_gqa_groups that 4 ranks share "
-                                  "evenly, got 2. Use a multiple of 4."));
+  EXPECT_ERROR(
+      MultiheadAttention(kHidden, kHeads,
+                         {.attention = {.tensor_parallel = {TensorParallel::Mode::column, "0", 4},
+                                        .num_gqa_groups = 2}}),
+      c10::ValueError,
+      "MultiheadAttention: expected num_gqa_groups that 4 ranks share evenly, got 2. Use a "
+      "multiple of 4.");
 }
 
 TEST(InferenceParams, GradientsAreRightOrAnError) {
@@ -162,15 +160,14 @@ TEST(InferenceParams, GradientsAreRightOrAnError) {
   made->forward(x.narrow(0, 0, 4), {.inference_params = &cache});
   cache.sequence_len_offset = 4;
   const at::Tensor later = made->forward(x.narrow(0, 4, 3), {.inference_params = &cache});
-  EXPECT_THAT([&] { gradients(later); },
-              ThrowsText<c10::ValueError>(
-                  "InferenceParams: expected gradients of keys and values of one call, got one of "
-                  "keys and values that an earlier call has written, whose graph is not kept. "
-                  "Call the layer once for the whole sequence, or make earlier calls under "
-                  "at::NoGradGuard."));
+  EXPECT_ERROR(
+      gradients(later), c10::ValueError,
+      "InferenceParams: expected gradients of keys and values of one call, got one of keys and "
+      "values that an earlier call has written, whose graph is not kept. Call the layer once for "
+      "the whole sequence, or make earlier calls under at::NoGradGuard.");
   const at::Tensor again = made->forward(x.narrow(0, 4, 3), {.inference_params = &cache});
-  EXPECT_THAT([&] { torch::autograd::grad({again.sum()}, {made->parameters()[0]}); },
-              ThrowsText<c10::ValueError>("expected gradients of keys and values of one "));
+  EXPECT_ERROR(torch::autograd::grad({again.sum()}, {made->parameters()[0]}), c10::ValueError,
+               "expected gradients of keys and values of one ");
   cache.sequence_len_offset = 0;
   {
     const at::NoGradGuard constant;
@@ -194,8 +191,8 @@ TEST(InferenceParams, GradientsAreRightOrAnError) {
       if (row == 0 && !swaps)
         gradients(y);
       else
-        EXPECT_THAT([&] { gradients(y); },
-                    ThrowsText<c10::ValueError>("expected gradients of keys and values of one "));
+        EXPECT_ERROR(gradients(y), c10::ValueError,
+                     "expected gradients of keys and values of one ");
     }
   }
 }
@@ -208,11 +205,10 @@ TEST(InferenceParams, KnowWhichLayerWrites) {
   const AttentionArguments arguments{.inference_params = &cache};
   first->forward(x, arguments);
   first->forward(x, arguments);
-  EXPECT_THAT([&] { second->forward(x, arguments); },
-              ThrowsText<c10::ValueError>(
-                  "InferenceParams: expected the layer that has written keys and values under "
-                  "layer_number 5 before, got another one. Give each layer a layer_number of its "
-                  "own, and each model InferenceParams of its own."));
+  EXPECT_ERROR(second->forward(x, arguments), c10::ValueError,
+               "InferenceParams: expected the layer that has written keys and values under "
+               "layer_number 5 before, got another one. Give each layer a layer_number of its own, "
+               "and each model InferenceParams of its own.");
   first = nullptr;
   second->forward(x, arguments);
 }
@@ -295,66 +291,51 @@ TEST(Linear, OverRanksTheBiasComesLast) {
 }
 
 TEST(AttentionErrors, TellWhatIsExpected) {
-  EXPECT_THAT([] { attention({.attention = {.num_gqa_groups = 3}}); },
-              ThrowsText<c10::ValueError>("MultiheadAttention: expected num_gqa_groups that "
-                                          "divides the 4 attention heads, got 3. Use a divisor."));
-  EXPECT_THAT([] { MultiheadAttention(30, 4); },
-              ThrowsText<c10::ValueError>("MultiheadAttention: expected hidden_size that 4 heads "
-                                          "share evenly, got 30. Give kv_channels."));
-  EXPECT_THAT([] { attention({.attention = {.window_size = Window(4, 0)}}); },
-              ThrowsText<c10::NotImplementedError>(
-                  "MultiheadAttention: expected window_size (-1, 0) or None, got (4, 0). Leave "
-                  "positions out with attention_mask."));
-  EXPECT_THAT([] { RotaryPositionEmbedding(7); },
-              ThrowsText<c10::ValueError>("RotaryPositionEmbedding: expected an even number of "
-                                          "features to rotate, up to dim, got 7."));
-  EXPECT_THAT([] { RotaryPositionEmbedding(8, {.seq_len_interpolation_factor = 0}); },
-              ThrowsText<c10::ValueError>(
-                  "RotaryPositionEmbedding: expected seq_len_interpolation_factor > 0, got 0. "
-                  "Leave it out where positions are not divided."));
-  EXPECT_THAT([] { InferenceParams(0, 4); },
-              ThrowsText<c10::ValueError>("InferenceParams: expected max_batch_size > 0, got 0"));
+  EXPECT_ERROR(attention({.attention = {.num_gqa_groups = 3}}), c10::ValueError,
+               "MultiheadAttention: expected num_gqa_groups that divides the 4 attention heads, "
+               "got 3. Use a divisor.");
+  EXPECT_ERROR(MultiheadAttention(30, 4), c10::ValueError,
+               "MultiheadAttention: expected hidden_size that 4 heads share evenly, got 30. Give "
+               "kv_channels.");
+  EXPECT_ERROR(attention({.attention = {.window_size = Window(4, 0)}}), c10::NotImplementedError,
+               "MultiheadAttention: expected window_size (-1, 0) or None, got (4, 0). Leave "
+               "positions out with attention_mask.");
+  EXPECT_ERROR(
+      RotaryPositionEmbedding(7), c10::ValueError,
+      "RotaryPositionEmbedding: expected an even number of features to rotate, up to dim, got 7.");
+  EXPECT_ERROR(RotaryPositionEmbedding(8, {.seq_len_interpolation_factor = 0}), c10::ValueError,
+               "RotaryPositionEmbedding: expected seq_len_interpolation_factor > 0, got 0. Leave "
+               "it out where positions are not divided.");
+  EXPECT_ERROR(InferenceParams(0, 4), c10::ValueError,
+               "InferenceParams: expected max_batch_size > 0, got 0");
   const at::Tensor x = random({2, 1, kHidden}, at::kDouble);
   InferenceParams cache(1, 4);
-  EXPECT_THAT([&] { attention()->forward(x, {.inference_params = &cache}); },
-              ThrowsText<c10::ValueError>(
-                  "MultiheadAttention: expected layer_number where inference_params are given, got "
-                  "None. Build each layer with its own."));
-  EXPECT_THAT([&] { attention()->forward(x, {.attn_mask_type = AttnMaskType::padding}); },
-              ThrowsText<c10::ValueError>(
-                  "MultiheadAttention: expected an attention_mask with the mask type 'padding', "
-                  "got none. True in it leaves a position out."));
+  EXPECT_ERROR(attention()->forward(x, {.inference_params = &cache}), c10::ValueError,
+               "MultiheadAttention: expected layer_number where inference_params are given, got "
+               "None. Build each layer with its own.");
+  EXPECT_ERROR(attention()->forward(x, {.attn_mask_type = AttnMaskType::padding}), c10::ValueError,
+               "MultiheadAttention: expected an attention_mask with the mask type 'padding', got "
+               "none. True in it leaves a position out.");
   const auto masked = [&](const at::Tensor& mask, AttnMaskType type) {
-    return [&x, mask, type] {
-      attention()->forward(x, {.attention_mask = mask, .attn_mask_type = type});
-    };
+    attention()->forward(x, {.attention_mask = mask, .attn_mask_type = type});
   };
-  EXPECT_THAT(masked(at::zeros({2}, at::kBool), AttnMaskType::no_mask),
-              ThrowsText<c10::ValueError>(
-                  "MultiheadAttention: expected no attention_mask with the mask type \"no_mask\", "
-                  "got one. Call with attn_mask_type=\"arbitrary\"."));
-  EXPECT_THAT(masked(at::zeros({2}, at::kInt), AttnMaskType::causal),
-              ThrowsText<c10::TypeError>(
-                  "MultiheadAttention: expected attention_mask to be a tensor of booleans, or of "
-                  "floating-point numbers that are added to the scores, got Int. Pass "
-                  "mask.to(at::kBool) where 1 leaves a position out, mask == 0 where 1 keeps "));
-  EXPECT_THAT(masked(at::zeros({3}, at::kBool), AttnMaskType::causal),
-              ThrowsText<c10::ValueError>(
-                  "MultiheadAttention: expected attention_mask that broadcasts to [batch, heads, "
-                  "positions, positions of keys] = [1, 4, 2, 2], got [3]. Reshape it; positions "
-                  "of keys are those of earlier calls too."));
-  EXPECT_THAT(
-      [] {
-        apply_rotary_pos_emb(random({5, 1, 1, 4}), random({3, 1, 1, 4}));
-      },
-      ThrowsText<c10::ValueError>("apply_rotary_pos_emb: expected freqs of at least 5 positions "
-                                  "and at most 4 features, got [3, 1, 1, 4]. Make them for the "));
-  EXPECT_THAT(
-      [] {
-        apply_rotary_pos_emb(random({5, 1, 1, 8}), random({5, 1, 1, 7}));
-      },
-      ThrowsText<c10::ValueError>("apply_rotary_pos_emb: expected freqs of an even number of "
-                                  "features, got 7. Features are turned in pairs."));
+  EXPECT_ERROR(masked(at::zeros({2}, at::kBool), AttnMaskType::no_mask), c10::ValueError,
+               "MultiheadAttention: expected no attention_mask with the mask type \"no_mask\", got "
+               "one. Call with attn_mask_type=\"arbitrary\".");
+  EXPECT_ERROR(masked(at::zeros({2}, at::kInt), AttnMaskType::causal), c10::TypeError,
+               "MultiheadAttention: expected attention_mask to be a tensor of booleans, or of "
+               "floating-point numbers that are added to the scores, got Int. Pass "
+               "mask.to(at::kBool) where 1 leaves a position out, mask == 0 where 1 keeps ");
+  EXPECT_ERROR(masked(at::zeros({3}, at::kBool), AttnMaskType::causal), c10::ValueError,
+               "MultiheadAttention: expected attention_mask that broadcasts to [batch, heads, "
+               "positions, positions of keys] = [1, 4, 2, 2], got [3]. Reshape it; positions of "
+               "keys are those of earlier calls too.");
+  EXPECT_ERROR(apply_rotary_pos_emb(random({5, 1, 1, 4}), random({3, 1, 1, 4})), c10::ValueError,
+               "apply_rotary_pos_emb: expected freqs of at least 5 positions and at most 4 "
+               "features, got [3, 1, 1, 4]. Make them for the ");
+  EXPECT_ERROR(apply_rotary_pos_emb(random({5, 1, 1, 8}), random({5, 1, 1, 7})), c10::ValueError,
+               "apply_rotary_pos_emb: expected freqs of an even number of features, got 7. "
+               "Features are turned in pairs.");
   EXPECT_THAT(
       [&] {
         InferenceParams before(1, 4);
@@ -363,14 +344,12 @@ TEST(AttentionErrors, TellWhatIsExpected) {
       },
       ThrowsText<c10::ValueError>("InferenceParams: expected sequence_len_offset of at least 0, "
                                   "got -1. Count what is there already."));
-  EXPECT_THAT(
-      [] {
-        Linear(8, 8,
-               {.parameters_split = {{"a", 4}, {"b", 4}},
-                .main_grads = {{"b_weight", at::zeros({4, 8})}}});
-      },
-      ThrowsText<c10::ValueError>("0.basic_linear: expected no main_grad of a parameter that is "
-                                  "several tensors, got one."));
+  EXPECT_ERROR(
+      Linear(8, 8,
+             {.parameters_split = {{"a", 4}, {"b", 4}},
+              .main_grads = {{"b_weight", at::zeros({4, 8})}}}),
+      c10::ValueError,
+      "0.basic_linear: expected no main_grad of a parameter that is several tensors, got one.");
 }
 
 }  // namespace

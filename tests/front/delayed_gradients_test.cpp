@@ -64,10 +64,9 @@ TEST_P(DelayedGradients, ComeWithBackwardDwOldestFirst) {
   forward(plain, other_).square().sum().backward();
   delayed->backward_dw();
   expect_same_gradients(delayed, plain);
-  EXPECT_THAT(
-      [&] { delayed->backward_dw(); },
-      ThrowsText<c10::Error>("backward_dw: expected a backward before it whose gradients of "
-                             "weights are delayed, got none. Call backward() first."));
+  EXPECT_ERROR(delayed->backward_dw(), c10::Error,
+               "backward_dw: expected a backward before it whose gradients of weights are delayed, "
+               "got none. Call backward() first.");
 }
 
 TEST_P(DelayedGradients, ASecondBackwardOfAGraphLeavesThemAgain) {
@@ -193,8 +192,7 @@ TEST_P(DelayedGroups, ComeWithBackwardDwOldestFirst) {
         EXPECT_TRUE(near(grad(delayed, param.key()), param.value().grad())) << param.key();
       }
   }
-  EXPECT_THAT([&] { delayed->backward_dw(); },
-              ThrowsText<c10::Error>("backward_dw: expected a backward before it"));
+  EXPECT_ERROR(delayed->backward_dw(), c10::Error, "backward_dw: expected a backward before it");
 }
 
 TEST_P(DelayedGroups, AreThoseOfWeightsThatAreNotFrozen) {
@@ -240,10 +238,9 @@ TEST(DelayedGroupsAlone, AreProductsOfFloat64) {
   EXPECT_TRUE(delayed->verify(x, {splits}).passed);
   delayed->forward(x, {splits})[0].sum().backward();
   splits.add_(0);
-  EXPECT_THAT(
-      [&] { delayed->backward_dw(); },
-      ThrowsText<c10::Error>("backward_dw: expected the numbers of rows unchanged since backward",
-                             "got an in-place write. Call backward_dw() before it"));
+  EXPECT_ERROR(delayed->backward_dw(), c10::Error,
+               "backward_dw: expected the numbers of rows unchanged since backward",
+               "got an in-place write. Call backward_dw() before it");
 }
 
 TEST_P(DelayedGradients, OfFrozenWeightsAreNone) {
@@ -274,27 +271,24 @@ TEST(DelayedGradientErrors, AnInputThatWasWrittenIsFoundOut) {
   const at::Tensor x = random({kRows, kHidden});
   delayed->forward(x).sum().backward();
   x.add_(1);
-  EXPECT_THAT([&] { delayed->backward_dw(); },
-              ThrowsText<c10::Error>("backward_dw: expected x unchanged since backward, as",
-                                     "got an in-place write. Call backward_dw() before it"));
+  EXPECT_ERROR(delayed->backward_dw(), c10::Error,
+               "backward_dw: expected x unchanged since backward, as",
+               "got an in-place write. Call backward_dw() before it");
 }
 
 TEST(DelayedGradientErrors, OnlyProductsDelayThem) {
   for (const Op& op : {ops::gelu(), ops::rms_norm(4)})
-    EXPECT_THAT([&] { op.with_delayed_wgrad(); },
-                ThrowsText<c10::ValueError>(op.name + ": expected an op with a product, as ",
-                                            "got one without. Leave it as it is."));
-  EXPECT_THAT(
-      [] {
-        functional::forward(
-            functional::LayerNormLinearArguments{.x = random({3, 4}),
-                                                 .layer_norm_weight = at::zeros({4}),
-                                                 .layer_norm_bias = at::zeros({4}),
-                                                 .weight = random({4, 4}),
-                                                 .options = {.delay_wgrad_compute = true}});
-      },
-      ThrowsText<c10::ValueError>("layer_norm_linear: expected delay_wgrad_compute=false of a ",
-                                  "plain function", "got true. Use the module"));
+    EXPECT_ERROR(op.with_delayed_wgrad(), c10::ValueError,
+                 op.name + ": expected an op with a product, as ",
+                 "got one without. Leave it as it is.");
+  EXPECT_ERROR(functional::forward(
+                   functional::LayerNormLinearArguments{.x = random({3, 4}),
+                                                        .layer_norm_weight = at::zeros({4}),
+                                                        .layer_norm_bias = at::zeros({4}),
+                                                        .weight = random({4, 4}),
+                                                        .options = {.delay_wgrad_compute = true}}),
+               c10::ValueError, "layer_norm_linear: expected delay_wgrad_compute=false of a ",
+               "plain function", "got true. Use the module");
   Sequential nothing({ops::linear(4, 4)});
   EXPECT_NO_THROW(nothing->backward_dw());
 }

@@ -39,18 +39,14 @@ TEST(Functional, LinearIsTheModule) {
   EXPECT_TRUE(at::equal(gradients.at("weight"), parameters["0.weight"].grad()));
   EXPECT_TRUE(at::equal(gradients.at("bias"), parameters["0.bias"].grad()));
   Context another = setup_context(arguments, results);
-  EXPECT_THAT(
-      [&] {
-        backward(another, at::ones({2, 4, 4}));
-      },
-      ThrowsText<c10::ValueError>("backward: expected a gradient of shape [2, 3, 4]",
-                                  "got [2, 4, 4]"));
+  EXPECT_ERROR(backward(another, at::ones({2, 4, 4})), c10::ValueError,
+               "backward: expected a gradient of shape [2, 3, 4]", "got [2, 4, 4]");
   arguments.weight.add_(1);
-  EXPECT_THAT([&] { setup_context(arguments, results); },
-              ThrowsText<c10::ValueError>("unchanged since forward", "got an in-place write"));
-  EXPECT_THAT([&] { backward(context, grad_y); },
-              ThrowsText<c10::Error>("backward: expected a context whose activations are there",
-                                     "got one whose backward has run"));
+  EXPECT_ERROR(setup_context(arguments, results), c10::ValueError, "unchanged since forward",
+               "got an in-place write");
+  EXPECT_ERROR(backward(context, grad_y), c10::Error,
+               "backward: expected a context whose activations are there",
+               "got one whose backward has run");
 }
 
 TEST(Functional, LinearKeepsItsInputInsteadOfCodes) {
@@ -122,12 +118,9 @@ TEST(Functional, MlpIsTheModuleUnderARecipe) {
 TEST(Functional, AGradientOfANormsOutputThatWasNotReturned) {
   const LinearArguments arguments{.x = at::randn({3, 6}), .weight = at::randn({4, 6})};
   Context context = setup_context(arguments, forward(arguments));
-  EXPECT_THAT(
-      [&] {
-        backward(context, at::ones({3, 4}), at::ones({3, 6}));
-      },
-      ThrowsText<c10::ValueError>("backward: expected a gradient of y alone, as no output of a "
-                                  "norm was returned, got grad_layernorm_output. Leave it out."));
+  EXPECT_ERROR(backward(context, at::ones({3, 4}), at::ones({3, 6})), c10::ValueError,
+               "backward: expected a gradient of y alone, as no output of a norm was returned, got "
+               "grad_layernorm_output. Leave it out.");
 }
 
 TEST(Functional, GroupsAndNormsAndWhatIsRefused) {
@@ -147,12 +140,12 @@ TEST(Functional, GroupsAndNormsAndWhatIsRefused) {
                                           .weights = std::move(of),
                                           .biases = std::move(biases)});
   };
-  EXPECT_THAT([&] { forward_of({}, {}); },
-              ThrowsText<c10::ValueError>("grouped_linear: expected weights to be one matrix for "
-                                          "each group, got none. Pass one for each of m_splits."));
-  EXPECT_THAT([&] { forward_of(weights, {at::zeros({4})}); },
-              ThrowsText<c10::ValueError>("grouped_linear: expected biases to be as many as "
-                                          "weights, 2, or none, got 1. Pass one for each group."));
+  EXPECT_ERROR(forward_of({}, {}), c10::ValueError,
+               "grouped_linear: expected weights to be one matrix for each group, got none. Pass "
+               "one for each of m_splits.");
+  EXPECT_ERROR(forward_of(weights, {at::zeros({4})}), c10::ValueError,
+               "grouped_linear: expected biases to be as many as weights, 2, or none, got 1. Pass "
+               "one for each group.");
 
   const LayerNormLinearArguments normed{.x = at::randn({3, 6}),
                                         .layer_norm_weight = at::ones({6}),
@@ -163,9 +156,8 @@ TEST(Functional, GroupsAndNormsAndWhatIsRefused) {
   EXPECT_TRUE(outputs.y.allclose(outputs.layernorm_output.mm(weights[0].t())));
   Results others = outputs;
   others.saved.pop_back();
-  EXPECT_THAT([&] { setup_context(normed, others); },
-              ThrowsText<c10::ValueError>("setup_context: expected the ",
-                                          "tensors that forward of these arguments saves"));
+  EXPECT_ERROR(setup_context(normed, others), c10::ValueError, "setup_context: expected the ",
+               "tensors that forward of these arguments saves");
 }
 
 }  // namespace

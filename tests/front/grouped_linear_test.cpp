@@ -234,8 +234,7 @@ TEST_P(GroupedLinearRecipes, ItsGradientsOfWeightsMayComeLaterAndGoElsewhere) {
     EXPECT_TRUE(near(later.main_grads.at(name), param.value().grad())) << name;
     EXPECT_FALSE(elsewhere->named_parameters()[name].grad().defined());
   }
-  EXPECT_THAT([&] { delayed->backward_dw(); },
-              ThrowsText<c10::Error>("backward_dw: expected a backward before it"));
+  EXPECT_ERROR(delayed->backward_dw(), c10::Error, "backward_dw: expected a backward before it");
 }
 
 TEST_P(GroupedLinearRecipes, ACheckpointHasItAllWhicheverWayParametersArePacked) {
@@ -377,10 +376,9 @@ TEST(GroupedLinear, ReturnsItsBiases) {
     EXPECT_TRUE(same(all.biases[0].detach(), p[is_packed ? "bias" : "bias0"].detach()));
     (all.y.sum() + all.biases.back().sum()).backward();
     EXPECT_TRUE(p[is_packed ? "bias" : "bias2"].grad().defined());
-    EXPECT_THAT(
-        [&] { module->forward(x, kSplits); },
-        ThrowsText<c10::ValueError>("GroupedLinear: expected one output, got return_bias. Call "
-                                    "forward_all(x, m_splits), which returns all of them."));
+    EXPECT_ERROR(module->forward(x, kSplits), c10::ValueError,
+                 "GroupedLinear: expected one output, got return_bias. Call forward_all(x, "
+                 "m_splits), which returns all of them.");
     module->to(at::kBFloat16);
     EXPECT_EQ(module->forward_all(x.to(at::kBFloat16), kSplits).biases[0].scalar_type(),
               at::kBFloat16);
@@ -408,50 +406,37 @@ TEST(GroupedLinear, OverRanksHoldsItsShare) {
   EXPECT_EQ(shape(Mode::column), (std::vector<int64_t>{3, 8}));
   EXPECT_EQ(shape(Mode::row), (std::vector<int64_t>{6, 4}));
   EXPECT_EQ(shape(Mode::none), (std::vector<int64_t>{6, 8}));
-  EXPECT_THAT(
-      [] {
-        GroupedLinear(2, 8, 6, {.tensor_parallel = {TensorParallel::Mode::column, "0", 2}});
-      },
-      ThrowsText<c10::ValueError>("grouped_linear: expected bias=false where 2 ranks share the "
-                                  "weights, got true. Add biases behind what ranks exchange."));
-  EXPECT_THAT(
-      [] {
-        GroupedLinear(2, 8, 5,
-                      {.bias = false, .tensor_parallel = {TensorParallel::Mode::column, "0", 2}});
-      },
-      ThrowsText<c10::ValueError>("grouped_linear: expected out_features that 2 ranks share "
-                                  "evenly, got 5. Use a multiple of 2."));
+  EXPECT_ERROR(GroupedLinear(2, 8, 6, {.tensor_parallel = {TensorParallel::Mode::column, "0", 2}}),
+               c10::ValueError,
+               "grouped_linear: expected bias=false where 2 ranks share the weights, got true. Add "
+               "biases behind what ranks exchange.");
+  EXPECT_ERROR(
+      GroupedLinear(2, 8, 5,
+                    {.bias = false, .tensor_parallel = {TensorParallel::Mode::column, "0", 2}}),
+      c10::ValueError,
+      "grouped_linear: expected out_features that 2 ranks share evenly, got 5. Use a multiple of "
+      "2.");
 }
 
 TEST(GroupedLinearErrors, TellWhatIsExpected) {
-  EXPECT_THAT([] { GroupedLinear(0, 8, 8); },
-              ThrowsText<c10::ValueError>(
-                  "grouped_linear: expected num_gemms > 0, got 0. Give the number of weights."));
-  EXPECT_THAT([] { GroupedLinear(2, 0, 8); },
-              ThrowsText<c10::ValueError>("grouped_linear: expected in_features > 0, got 0"));
-  EXPECT_THAT(
-      [] {
-        GroupedLinear(2, 4, 4, {.main_grads = {{"weight", at::zeros({4, 4})}}});
-      },
-      ThrowsText<c10::ValueError>("grouped_linear: expected one of the parameters [weight0, "
-                                  "weight1, bias0, bias1], got \"weight\". Name one of them."));
+  EXPECT_ERROR(GroupedLinear(0, 8, 8), c10::ValueError,
+               "grouped_linear: expected num_gemms > 0, got 0. Give the number of weights.");
+  EXPECT_ERROR(GroupedLinear(2, 0, 8), c10::ValueError,
+               "grouped_linear: expected in_features > 0, got 0");
+  EXPECT_ERROR(GroupedLinear(2, 4, 4, {.main_grads = {{"weight", at::zeros({4, 4})}}}),
+               c10::ValueError,
+               "grouped_linear: expected one of the parameters [weight0, weight1, bias0, bias1], "
+               "got \"weight\". Name one of them.");
   GroupedLinear module = experts();
-  EXPECT_THAT(
-      [&] {
-        module->forward(random({4, kIn}), {3, 2, 1});
-      },
-      ThrowsText<c10::ValueError>("grouped_linear: expected splits "));
-  EXPECT_THAT(
-      [&] {
-        module->forward(random({kRows, kIn}), kSplits, {.out = at::zeros({kRows, kIn})});
-      },
-      ThrowsText<c10::ValueError>(
-          "grouped_linear: expected a contiguous tensor without a gradient as output"));
+  EXPECT_ERROR(module->forward(random({4, kIn}), {3, 2, 1}), c10::ValueError,
+               "grouped_linear: expected splits ");
+  EXPECT_ERROR(module->forward(random({kRows, kIn}), kSplits, {.out = at::zeros({kRows, kIn})}),
+               c10::ValueError,
+               "grouped_linear: expected a contiguous tensor without a gradient as output");
   GroupedLinear more(kGroups + 1, kIn, kOut, GroupedLinearOptions{.single_grouped_weight = true});
-  EXPECT_THAT([&] { save_and_load(more, module); },
-              ThrowsText<c10::ValueError>("GroupedLinear: expected weight of 3 groups in the "
-                                          "archive, got one of shape [4, 48, 64]. Build the "
-                                          "module for these."));
+  EXPECT_ERROR(save_and_load(more, module), c10::ValueError,
+               "GroupedLinear: expected weight of 3 groups in the archive, got one of shape [4, "
+               "48, 64]. Build the module for these.");
 }
 
 }  // namespace

@@ -93,11 +93,8 @@ TEST(LayerNormMLP, HandsItsActivationItsOptions) {
   const at::Tensor wide = at::silu(halves[0].clamp_max(0.5)) * (halves[1].clamp(-0.5, 0.5) + 1);
   EXPECT_TRUE(near(mlp->forward(x).detach(),
                    at::linear(wide, p["fc2_weight"], p["fc2_bias"]).detach(), 10));
-  EXPECT_THAT(
-      [] {
-        LayerNormMLP(8, 8, {.activation = "gelu", .activation_params = {{"limit", 0.5}}});
-      },
-      ThrowsText<c10::ValueError>("gelu: expected "));
+  EXPECT_ERROR(LayerNormMLP(8, 8, {.activation = "gelu", .activation_params = {{"limit", 0.5}}}),
+               c10::ValueError, "gelu: expected ");
 }
 
 TEST(LayerNormMLP, StartsAsTransformerEnginesDoes) {
@@ -247,25 +244,19 @@ TEST(LayerNormLinear, OverRanks) {
 }
 
 TEST(ModuleErrors, TellWhatIsExpected) {
-  EXPECT_THAT([] { LayerNormLinear(0, 4); },
-              ThrowsText<c10::ValueError>("layer_norm_linear: expected in_features > 0, got 0"));
-  EXPECT_THAT([] { LayerNormMLP(4, 4, {.activation = "glue"}); },
-              ThrowsText<c10::ValueError>("layer_norm_mlp: expected activation to be one of "
-                                          "clamped_swiglu, erf_geglu, erf_gelu, geglu, gelu",
-                                          ", got \"glue\". Name one of them."));
-  EXPECT_THAT([] { ops::layer_norm_linear(4, 4, {.return_bias = true}); },
-              ThrowsText<c10::ValueError>("layer_norm_linear: expected an op whose output is what "
-                                          "the next op takes, got one with return_bias. Use the "
-                                          "module, or leave it out.",
-                                          ": expected an op whose output is what the next op "));
+  EXPECT_ERROR(LayerNormLinear(0, 4), c10::ValueError,
+               "layer_norm_linear: expected in_features > 0, got 0");
+  EXPECT_ERROR(LayerNormMLP(4, 4, {.activation = "glue"}), c10::ValueError,
+               "layer_norm_mlp: expected activation to be one of clamped_swiglu, erf_geglu, "
+               "erf_gelu, geglu, gelu",
+               ", got \"glue\". Name one of them.");
+  EXPECT_ERROR(ops::layer_norm_linear(4, 4, {.return_bias = true}), c10::ValueError,
+               "layer_norm_linear: expected an op whose output is what the next op takes, got one "
+               "with return_bias. Use the module, or leave it out.");
   LayerNormLinear layer(4, 4, {.return_bias = true});
-  EXPECT_THAT(
-      [&] {
-        layer->forward(random({2, 4}));
-      },
-      ThrowsText<c10::ValueError>(
-          "LayerNormLinear: expected one output, got return_bias or return_layernorm_output. Call "
-          "forward_all(x), which returns all of them."));
+  EXPECT_ERROR(layer->forward(random({2, 4})), c10::ValueError,
+               "LayerNormLinear: expected one output, got return_bias or return_layernorm_output. "
+               "Call forward_all(x), which returns all of them.");
 }
 
 }  // namespace

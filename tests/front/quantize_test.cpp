@@ -299,21 +299,18 @@ TEST_P(QuantizeFront, GivesAndDropsDirections) {
   EXPECT_TRUE(both.rowwise_data().defined());
   EXPECT_FALSE(both.columnwise_data().defined() || both.columnwise_scale_inv().defined());
   EXPECT_TRUE(before.columnwise_data().defined()) << "another object keeps its own";
-  EXPECT_THAT([&] { both.dequantize(/*columnwise=*/true); },
-              ThrowsText<c10::ValueError>("dequantize: expected columnwise codes",
-                                          "Build the quantizer with columnwise=true"));
+  EXPECT_ERROR(both.dequantize(/*columnwise=*/true), c10::ValueError,
+               "dequantize: expected columnwise codes", "Build the quantizer with columnwise=true");
   if (serves_both_directions(core())) {
     both.update_usage(std::nullopt, true);
     EXPECT_TRUE(both.columnwise_data().is_same(both.rowwise_data()));
   } else {
-    EXPECT_THAT(
-        [&] { both.update_usage(true, true); },
-        ThrowsText<c10::Error>("update_usage: expected columnwise codes that are there or the same",
-                               GetParam().text, "Quantize with columnwise=true"));
+    EXPECT_ERROR(both.update_usage(true, true), c10::Error,
+                 "update_usage: expected columnwise codes that are there or the same",
+                 GetParam().text, "Quantize with columnwise=true");
   }
-  EXPECT_THAT([&] { both.update_usage(false, false); },
-              ThrowsText<c10::ValueError>("update_usage: expected codes of rows or of columns to "
-                                          "be kept, got neither"));
+  EXPECT_ERROR(both.update_usage(false, false), c10::ValueError,
+               "update_usage: expected codes of rows or of columns to be kept, got neither");
 }
 
 TEST(QuantizeFrontFloat8, RaisesItsAmax) {
@@ -348,9 +345,8 @@ TEST(QuantizeFrontNvfp4, RotatedColumnsTellNoNumbers) {
   const NVFP4Quantizer rotated{.rowwise = false, .with_rht = true, .with_post_rht_amax = true};
   const QuantizedTensor codes = quantize(random({20, 32}), rotated);
   EXPECT_EQ(codes.dequantize(/*columnwise=*/true).sizes(), (std::vector<int64_t>{32, 32}));
-  EXPECT_THAT([&] { codes.dequantize(); },
-              ThrowsText<c10::ValueError>("dequantize: expected codes of rows, got rotated ones",
-                                          "Pass columnwise=true"));
+  EXPECT_ERROR(codes.dequantize(), c10::ValueError,
+               "dequantize: expected codes of rows, got rotated ones", "Pass columnwise=true");
 }
 
 TEST(QuantizeFrontText, PrintsShapeDtypeAndQuantizer) {
@@ -367,9 +363,8 @@ TEST(QuantizeFrontUsage, CountsForWhatIsQuantizedFromThenOn) {
   quantizer.set_usage(std::nullopt, false);
   EXPECT_FALSE(quantize(at::ones({4, 64}), quantizer).columnwise_data().defined());
   EXPECT_TRUE(before.quantizer().columnwise_usage());
-  EXPECT_THAT([&] { quantizer.set_usage(false, std::nullopt); },
-              ThrowsText<c10::ValueError>("set_usage: expected rowwise or columnwise codes",
-                                          "got neither", "Leave one"));
+  EXPECT_ERROR(quantizer.set_usage(false, std::nullopt), c10::ValueError,
+               "set_usage: expected rowwise or columnwise codes", "got neither", "Leave one");
 }
 
 // Casts.

@@ -465,11 +465,9 @@ TEST(TransformerLayer, AddsGradientsOfWeightsToMainGrad) {
   EXPECT_LT(distance(fc1, expected["layernorm_mlp.fc1_weight"].grad()), 1e-12);
   EXPECT_FALSE(got["layernorm_mlp.fc1_weight"].grad().defined());
   options.main_grads = {{"proj.weight", main_grad}};
-  EXPECT_THAT([&] { layer(options); },
-              ThrowsText<c10::ValueError>(
-                  "TransformerLayer: expected main_grads of weights by names that begin with a "
-                  "child's, such as \"self_attention.\", got \"proj.weight\". Give the whole name.",
-                  "got \"proj.weight\""));
+  EXPECT_ERROR(layer(options), c10::ValueError,
+               "TransformerLayer: expected main_grads of weights by names that begin with a "
+               "child's, such as \"self_attention.\", got \"proj.weight\". Give the whole name.");
 }
 
 }  // namespace

@@ -138,34 +138,30 @@ TEST(ActivationQuantizeOps, OfManyBlocksWithNanAndInfinity) {
 }
 
 TEST(ActivationQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
-  EXPECT_THAT(
-      [] {
-        dispatch<Forward>({.x = random({4, 6}),
-                           .activation = "silu",
-                           .is_gated = true,
-                           .codes = RequestedCodes{
-                               quantizers()[0], at::scalar_tensor(1.0f), {true, false, false}}});
-      },
-      ThrowsText<c10::ValueError>("activation_forward: expected no scale and no seed for ",
-                                  "got one"));
+  EXPECT_ERROR(
+      dispatch<Forward>(
+          {.x = random({4, 6}),
+           .activation = "silu",
+           .is_gated = true,
+           .codes =
+               RequestedCodes{quantizers()[0], at::scalar_tensor(1.0f), {true, false, false}}}),
+      c10::ValueError, "activation_forward: expected no scale and no seed for ", "got one");
 }
 
 TEST(ActivationQuantizeOpErrors, CodesWithoutAQuantizer) {
   for (const bool is_given : {false, true})
-    EXPECT_THAT(
-        [&] {
-          dispatch<Backward>(
-              {.grad_y = random({4, 3}),
-               .z = random({4, 6}),
-               .activation = "silu",
-               .is_gated = true,
-               .output_mask = {true, false, false},
-               .y_codes = RequestedCodes{nullptr,
-                                         is_given ? Optional(at::scalar_tensor(1.0f)) : Optional(),
-                                         {!is_given, false, false}}});
-        },
-        ThrowsText<c10::ValueError>("activation_backward: expected a quantizer for what ",
-                                    "got none. Name one"));
+    EXPECT_ERROR(
+        dispatch<Backward>(
+            {.grad_y = random({4, 3}),
+             .z = random({4, 6}),
+             .activation = "silu",
+             .is_gated = true,
+             .output_mask = {true, false, false},
+             .y_codes = RequestedCodes{nullptr,
+                                       is_given ? Optional(at::scalar_tensor(1.0f)) : Optional(),
+                                       {!is_given, false, false}}}),
+        c10::ValueError, "activation_backward: expected a quantizer for what ",
+        "got none. Name one");
 }
 
 }  // namespace

@@ -104,30 +104,24 @@ Tensor product_of_rows(const Tensor& a, const std::string& a_text, const Tensor&
 }
 
 TEST(MultiplyCodesErrors, MatricesThatDoNotFit) {
-  EXPECT_THAT(
-      [] {
-        product_of_rows(random({3, 5}), "fp8_e4m3", random({5, 4}), "fp8_e4m3", at::kFloat);
-      },
-      ThrowsText<c10::ValueError>("multiply_codes: expected matrices [m, k] and [k, n], got [3, 5] "
-                                  "and [4, 5]. Transpose one of them."));
+  EXPECT_ERROR(product_of_rows(random({3, 5}), "fp8_e4m3", random({5, 4}), "fp8_e4m3", at::kFloat),
+               c10::ValueError,
+               "multiply_codes: expected matrices [m, k] and [k, n], got [3, 5] and [4, 5]. "
+               "Transpose one of them.");
 }
 
 TEST(MultiplyCodesErrors, PaddingIsNoDimension) {
-  EXPECT_THAT(
-      [] {
-        product_of_rows(random({3, 5}), "nvfp4", random({4, 17}), "fp8_e4m3", at::kFloat);
-      },
-      ThrowsText<c10::ValueError>("multiply_codes: expected matrices [m, k] and [k, n], got [3, "
-                                  "16] and [17, 4]. Transpose one of them."));
+  EXPECT_ERROR(product_of_rows(random({3, 5}), "nvfp4", random({4, 17}), "fp8_e4m3", at::kFloat),
+               c10::ValueError,
+               "multiply_codes: expected matrices [m, k] and [k, n], got [3, 16] and [17, 4]. "
+               "Transpose one of them.");
 }
 
 TEST(MultiplyCodesErrors, ADtypeThatNoProductHas) {
-  EXPECT_THAT(
-      [] {
-        product_of_rows(random({3, 5}), "fp8_e4m3", random({3, 5}), "fp8_e4m3", at::kInt);
-      },
-      ThrowsText<c10::TypeError>("multiply_codes: expected dtype float32, bfloat16, float16 or "
-                                 "float64, got int32. Cast the product."));
+  EXPECT_ERROR(product_of_rows(random({3, 5}), "fp8_e4m3", random({3, 5}), "fp8_e4m3", at::kInt),
+               c10::TypeError,
+               "multiply_codes: expected dtype float32, bfloat16, float16 or float64, got int32. "
+               "Cast the product.");
 }
 
 }  // namespace

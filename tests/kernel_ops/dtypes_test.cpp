@@ -160,29 +160,22 @@ TEST(KernelDtypes, Codes) {
 }
 
 TEST(KernelErrors, DtypesThatAnOpIsNotDefinedFor) {
-  EXPECT_THAT(
-      [] {
-        dispatch<NormForward>({.x = filled({2, 4}, at::kLong),
-                               .weight = filled({4}, at::kFloat),
-                               .eps = 0.1,
-                               .zero_centered_gamma = false});
-      },
-      ThrowsText<c10::TypeError>(
-          "norm: expected x of dtype float32, bfloat16, float16 or float64, ",
-          " of dtype float32, bfloat16, float16 or float64, got ", "got int64",
-          "Convert it before the call"));
-  EXPECT_THAT(
-      [] {
-        dispatch<Decode>({.codes = filled({2, 4}, at::kFloat),
-                          .dequant_scale = at::ones({}),
-                          .quantizer = tandem::quantizer("fp8_e4m3"),
-                          .column = false});
-      },
-      ThrowsText<c10::TypeError>("decode: expected uint8 codes, got ", "float32",
-                                 "Pass what a quantize op returned"));
-  EXPECT_THAT([] { dispatch<SumRows>({.x = filled({}, at::kFloat), .dtype = at::kFloat}); },
-              ThrowsText<c10::ValueError>("sum_rows: expected x with at least 1 dimension, got a ",
-                                          "Pass x.reshape({1}) if one element is meant"));
+  EXPECT_ERROR(dispatch<NormForward>({.x = filled({2, 4}, at::kLong),
+                                      .weight = filled({4}, at::kFloat),
+                                      .eps = 0.1,
+                                      .zero_centered_gamma = false}),
+               c10::TypeError, "norm: expected x of dtype float32, bfloat16, float16 or float64, ",
+               " of dtype float32, bfloat16, float16 or float64, got ", "got int64",
+               "Convert it before the call");
+  EXPECT_ERROR(dispatch<Decode>({.codes = filled({2, 4}, at::kFloat),
+                                 .dequant_scale = at::ones({}),
+                                 .quantizer = tandem::quantizer("fp8_e4m3"),
+                                 .column = false}),
+               c10::TypeError, "decode: expected uint8 codes, got ", "float32",
+               "Pass what a quantize op returned");
+  EXPECT_ERROR(dispatch<SumRows>({.x = filled({}, at::kFloat), .dtype = at::kFloat}),
+               c10::ValueError, "sum_rows: expected x with at least 1 dimension, got a ",
+               "Pass x.reshape({1}) if one element is meant");
 }
 
 TEST(KernelErrors, OperandsOfTwoDevices) {

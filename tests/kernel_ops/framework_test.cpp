@@ -114,12 +114,11 @@ TEST(KernelOp, NothingIsThereOfCodesThatNobodyAsksFor) {
 
 TEST(KernelOp, CodesThatNoQuantizerMakesAreRefused) {
   const Tensor x = random({2, 3});
-  EXPECT_THAT(
-      [&] {
-        dispatch<Multiples>({.x = x, .codes = RequestedCodes{nullptr, {}, {true, false, false}}});
-      },
-      ThrowsText<c10::ValueError>("test_multiples: expected a quantizer for what is given and "
-                                  "wanted of codes, got none. Name one, or ask for no codes."));
+  EXPECT_ERROR(
+      dispatch<Multiples>({.x = x, .codes = RequestedCodes{nullptr, {}, {true, false, false}}}),
+      c10::ValueError,
+      "test_multiples: expected a quantizer for what is given and wanted of codes, got none. Name "
+      "one, or ask for no codes.");
 }
 
 TEST(KernelOp, AnOpMayWriteItsArguments) {

@@ -130,16 +130,14 @@ TEST_F(Memory, TwoThreadsShareIt) {
 
 TEST_F(Memory, AnAbsurdRequestFailsAsInTorchAndLosesNothing) {
   freed(kBytes);
-  EXPECT_THAT([] { empty_cpu({int64_t{1} << 60}, at::kByte); },
-              ThrowsText<c10::Error>("can't allocate memory"));
+  EXPECT_ERROR(empty_cpu({int64_t{1} << 60}, at::kByte), c10::Error, "can't allocate memory");
   EXPECT_EQ(empty_cpu({kBytes}, at::kByte).numel(), kBytes);
 }
 
 TEST_F(Memory, ANegativeLimitIsRefused) {
-  EXPECT_THAT(
-      [] { set_cache_limit(-1); },
-      ThrowsText<c10::ValueError>(
-          "set_cache_limit: expected a number of bytes of at least 0, got -1. 0 keeps nothing."));
+  EXPECT_ERROR(
+      set_cache_limit(-1), c10::ValueError,
+      "set_cache_limit: expected a number of bytes of at least 0, got -1. 0 keeps nothing.");
 }
 
 }  // namespace

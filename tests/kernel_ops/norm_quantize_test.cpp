@@ -189,24 +189,20 @@ TEST(NormQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
   const at::Tensor x = random({4, 6}), weight = random({6}), rows = random({4});
   const Optional given = at::scalar_tensor(1.0f);
   const auto run = [&](const RequestedCodes& codes, const RequestedCodes& y_codes) {
-    return [=] {
-      dispatch<NormBackward>({.grad_y = x,
-                              .x = x,
-                              .weight = weight,
-                              .inv_norm = rows,
-                              .zero_centered_gamma = false,
-                              .output_mask = {true},
-                              .codes = codes,
-                              .y_codes = y_codes});
-    };
+    dispatch<NormBackward>({.grad_y = x,
+                            .x = x,
+                            .weight = weight,
+                            .inv_norm = rows,
+                            .zero_centered_gamma = false,
+                            .output_mask = {true},
+                            .codes = codes,
+                            .y_codes = y_codes});
   };
   const GroupMask only_rows{true, false, false};
-  EXPECT_THAT(
-      run({quantizers()[0], given, only_rows}, {}),
-      ThrowsText<c10::ValueError>("norm_backward: expected no scale and no seed for ", "got one"));
-  EXPECT_THAT(run({quantizers()[0], {}, only_rows}, {nullptr, {}, only_rows}),
-              ThrowsText<c10::ValueError>("norm_backward: expected a quantizer for what is given ",
-                                          "got none"));
+  EXPECT_ERROR(run({quantizers()[0], given, only_rows}, {}), c10::ValueError,
+               "norm_backward: expected no scale and no seed for ", "got one");
+  EXPECT_ERROR(run({quantizers()[0], {}, only_rows}, {nullptr, {}, only_rows}), c10::ValueError,
+               "norm_backward: expected a quantizer for what is given ", "got none");
 }
 
 }  // namespace

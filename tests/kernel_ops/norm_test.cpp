@@ -235,87 +235,58 @@ TEST(NormOpErrors, ALayerNormThatIsToRoundBeforeItsWeight) {
       ": expected rounds_before_weight to be false, as RMSNorm alone has it, got true. Round "
       "behind "
       "a LayerNorm without weight, or leave it out.";
-  EXPECT_THAT([&] { norm(x, weight, weight, false, true); },
-              ThrowsText<c10::ValueError>("layer_norm", text));
-  EXPECT_THAT(
-      [&] { dispatch<NormBackward>(gradient(x, x, weight, weight, rows, rows, {}, false, true)); },
-      ThrowsText<c10::ValueError>("layer_norm_backward", text));
+  EXPECT_ERROR(norm(x, weight, weight, false, true), c10::ValueError, "layer_norm", text);
+  EXPECT_ERROR(dispatch<NormBackward>(gradient(x, x, weight, weight, rows, rows, {}, false, true)),
+               c10::ValueError, "layer_norm_backward", text);
 }
 
 TEST(NormOpErrors, WeightOfAnotherLength) {
-  EXPECT_THAT(
-      [] {
-        norm(random({2, 8}), random({7}));
-      },
-      ThrowsText<c10::ValueError>("rms_norm: expected weight of shape [8]",
-                                  "], the last dimension of x ", "got [7]",
-                                  "Build the op with 8 features"));
-  EXPECT_THAT(
-      [] {
-        norm(random({2, 8}), random({8}), random({2, 8}));
-      },
-      ThrowsText<c10::ValueError>("layer_norm: expected bias of shape [8]", "got [2, 8]"));
+  EXPECT_ERROR(norm(random({2, 8}), random({7})), c10::ValueError,
+               "rms_norm: expected weight of shape [8]", "], the last dimension of x ", "got [7]",
+               "Build the op with 8 features");
+  EXPECT_ERROR(norm(random({2, 8}), random({8}), random({2, 8})), c10::ValueError,
+               "layer_norm: expected bias of shape [8]", "got [2, 8]");
 }
 
 TEST(NormOpErrors, WeightOfOtherDimensions) {
-  EXPECT_THAT(
-      [] {
-        norm(random({4, 2, 8}), random({4, 8}));
-      },
-      ThrowsText<c10::ValueError>("rms_norm: expected weight of the shape of the last 2 dimensions "
-                                  "of x [4, 2, 8], got [4, 8]. Build the op with their sizes or "
-                                  "reshape x."));
-  EXPECT_THAT(
-      [] {
-        norm(random({2, 8}), random({2, 8}), random({8}));
-      },
-      ThrowsText<c10::ValueError>("layer_norm: expected bias of the shape of weight, [2, 8]"));
-  EXPECT_THAT([] { dispatch<L2NormForward>({.x = random({}), .eps = kEps}); },
-              ThrowsText<c10::ValueError>(
-                  "l2_norm: expected x with at least 1 dimension, got a scalar. Pass x.reshape"));
+  EXPECT_ERROR(norm(random({4, 2, 8}), random({4, 8})), c10::ValueError,
+               "rms_norm: expected weight of the shape of the last 2 dimensions of x [4, 2, 8], "
+               "got [4, 8]. Build the op with their sizes or reshape x.");
+  EXPECT_ERROR(norm(random({2, 8}), random({2, 8}), random({8})), c10::ValueError,
+               "layer_norm: expected bias of the shape of weight, [2, 8]");
+  EXPECT_ERROR(dispatch<L2NormForward>({.x = random({}), .eps = kEps}), c10::ValueError,
+               "l2_norm: expected x with at least 1 dimension, got a scalar. Pass x.reshape");
 }
 
 TEST(NormOpErrors, OperandsOfAddNorm) {
   const auto with = [](at::IntArrayRef extra, int64_t weight, int64_t bias) {
-    return [=, sizes = extra.vec()] {
-      dispatch<NormForward>({.x = random({3, 6}),
-                             .extra = random(sizes),
-                             .weight = random({weight}),
-                             .bias = random({bias}),
-                             .eps = kEps,
-                             .zero_centered_gamma = false});
-    };
+    dispatch<NormForward>({.x = random({3, 6}),
+                           .extra = random(extra),
+                           .weight = random({weight}),
+                           .bias = random({bias}),
+                           .eps = kEps,
+                           .zero_centered_gamma = false});
   };
-  EXPECT_THAT(with({3, 5}, 6, 6),
-              ThrowsText<c10::ValueError>("add_extra_input: expected the extra input of the shape "
-                                          "of x, [3, 6], got [3, 5]"));
-  EXPECT_THAT(with({3, 6}, 5, 6),
-              ThrowsText<c10::ValueError>("add_norm: expected weight of shape [6]"));
-  EXPECT_THAT(with({3, 6}, 6, 5),
-              ThrowsText<c10::ValueError>("add_norm: expected bias of shape [6]"));
+  EXPECT_ERROR(with({3, 5}, 6, 6), c10::ValueError,
+               "add_extra_input: expected the extra input of the shape of x, [3, 6], got [3, 5]");
+  EXPECT_ERROR(with({3, 6}, 5, 6), c10::ValueError, "add_norm: expected weight of shape [6]");
+  EXPECT_ERROR(with({3, 6}, 6, 5), c10::ValueError, "add_norm: expected bias of shape [6]");
 }
 
 TEST(NormOpErrors, AScalar) {
-  EXPECT_THAT([] { norm(random({}), random({1})); },
-              ThrowsText<c10::ValueError>(
-                  "rms_norm: ", ": expected x with at least 1 dimension, got a scalar. ",
-                  "Pass x.reshape({1})"));
+  EXPECT_ERROR(norm(random({}), random({1})), c10::ValueError,
+               "rms_norm: ", ": expected x with at least 1 dimension, got a scalar. ",
+               "Pass x.reshape({1})");
 }
 
 TEST(NormOpErrors, GradientOfAnotherShape) {
-  EXPECT_THAT(
-      [] {
-        dispatch<NormBackward>(
-            gradient(random({2, 7}), random({2, 8}), random({8}), {}, {}, random({2})));
-      },
-      ThrowsText<c10::ValueError>("rms_norm_backward: expected grad_y of the shape of x",
-                                  "[2, 8], got [2, 7]"));
-  EXPECT_THAT(
-      [] {
-        dispatch<NormBackward>(
-            gradient(random({2, 7}), random({2, 8}), random({8}), {}, random({2}), random({2})));
-      },
-      ThrowsText<c10::ValueError>("layer_norm_backward: expected grad_y of the shape of x"));
+  EXPECT_ERROR(dispatch<NormBackward>(
+                   gradient(random({2, 7}), random({2, 8}), random({8}), {}, {}, random({2}))),
+               c10::ValueError, "rms_norm_backward: expected grad_y of the shape of x",
+               "[2, 8], got [2, 7]");
+  EXPECT_ERROR(dispatch<NormBackward>(gradient(random({2, 7}), random({2, 8}), random({8}), {},
+                                               random({2}), random({2}))),
+               c10::ValueError, "layer_norm_backward: expected grad_y of the shape of x");
 }
 
 TEST(NormOpErrors, ABiasThatIsMissingOrTooMuch) {
@@ -328,39 +299,26 @@ TEST(NormOpErrors, ABiasThatIsMissingOrTooMuch) {
       },
       ThrowsText<c10::ValueError>("layer_norm_backward: expected the bias that forward added, "
                                   "which y needs, got none. Pass it, or ask for no y."));
-  EXPECT_THAT([&] { dispatch<NormBackward>(gradient(x, x, weight, weight, {}, rows)); },
-              ThrowsText<c10::ValueError>(
-                  "rms_norm_backward: expected neither a bias nor its gradient where there is no "
-                  "mean, as RMSNorm has no bias, got one. Pass the mean that forward returned."));
+  EXPECT_ERROR(dispatch<NormBackward>(gradient(x, x, weight, weight, {}, rows)), c10::ValueError,
+               "rms_norm_backward: expected neither a bias nor its gradient where there is no "
+               "mean, as RMSNorm has no bias, got one. Pass the mean that forward returned.");
 }
 
 TEST(NormOpErrors, WhatForwardDidNotReturn) {
-  EXPECT_THAT(
-      [] {
-        dispatch<NormBackward>(
-            gradient(random({2, 8}), random({2, 8}), random({7}), {}, {}, random({2})));
-      },
-      ThrowsText<c10::ValueError>("rms_norm_backward: expected weight of shape [8]", "got [7]"));
-  EXPECT_THAT(
-      [] {
-        dispatch<NormBackward>(
-            gradient(random({2, 8}), random({2, 8}), random({8}), {}, {}, random({3})));
-      },
-      ThrowsText<c10::ValueError>("rms_norm_backward: expected inv_rms with 2 elements",
-                                  " elements, one per row of x ", "[2, 8], got shape [3]",
-                                  "Pass what the forward op returned"));
-  EXPECT_THAT(
-      [] {
-        dispatch<NormBackward>(gradient(random({2, 8}), random({2, 8}), random({8}), {}, {},
-                                        random({2}), Optional(random({8}))));
-      },
-      ThrowsText<c10::ValueError>("rms_norm_backward: expected grad_residual of the shape of x"));
-  EXPECT_THAT(
-      [] {
-        dispatch<NormBackward>(
-            gradient(random({2, 8}), random({2, 8}), random({8}), {}, random({2}), random({1})));
-      },
-      ThrowsText<c10::ValueError>("layer_norm_backward: expected inv_std with 2 elements"));
+  EXPECT_ERROR(dispatch<NormBackward>(
+                   gradient(random({2, 8}), random({2, 8}), random({7}), {}, {}, random({2}))),
+               c10::ValueError, "rms_norm_backward: expected weight of shape [8]", "got [7]");
+  EXPECT_ERROR(dispatch<NormBackward>(
+                   gradient(random({2, 8}), random({2, 8}), random({8}), {}, {}, random({3}))),
+               c10::ValueError, "rms_norm_backward: expected inv_rms with 2 elements",
+               " elements, one per row of x ", "[2, 8], got shape [3]",
+               "Pass what the forward op returned");
+  EXPECT_ERROR(dispatch<NormBackward>(gradient(random({2, 8}), random({2, 8}), random({8}), {}, {},
+                                               random({2}), Optional(random({8})))),
+               c10::ValueError, "rms_norm_backward: expected grad_residual of the shape of x");
+  EXPECT_ERROR(dispatch<NormBackward>(gradient(random({2, 8}), random({2, 8}), random({8}), {},
+                                               random({2}), random({1}))),
+               c10::ValueError, "layer_norm_backward: expected inv_std with 2 elements");
 }
 
 }  // namespace

@@ -159,33 +159,29 @@ Group quantized(const at::Tensor& x, const Quantizer& quantizer, const Optional&
 }
 
 TEST(QuantizerErrors, FormatScaleAndOptions) {
-  EXPECT_THAT([] { quantized(random({2}), quantizer("fp8_e3m4")); },
-              ThrowsText<c10::ValueError>("quantizer: expected a format among fp8_e4m3, fp8_e5m2",
-                                          "got \"fp8_e3m4\"", "Begin with the format's name"));
-  EXPECT_THAT([] { quantizer("fp8_e4m3:previous"); },
-              ThrowsText<c10::ValueError>(
-                  "quantizer: expected a kind of scale that fp8_e4m3 has, got \"previous\"",
-                  "Leave it out: it has \"current\"."));
+  EXPECT_ERROR(quantized(random({2}), quantizer("fp8_e3m4")), c10::ValueError,
+               "quantizer: expected a format among fp8_e4m3, fp8_e5m2", "got \"fp8_e3m4\"",
+               "Begin with the format's name");
+  EXPECT_ERROR(quantizer("fp8_e4m3:previous"), c10::ValueError,
+               "quantizer: expected a kind of scale that fp8_e4m3 has, got \"previous\"",
+               "Leave it out: it has \"current\".");
   for (const char* option : {"eps", "eps=x", "eps=1x", "pow2=2", "2d=1", "margin=0", ""})
-    EXPECT_THAT([&] { quantizer(std::string("fp8_e4m3:current:") + option); },
-                ThrowsText<c10::ValueError>(
-                    "quantizer: expected options of fp8_e4m3 among eps, pow2 with a number, 0 or 1",
-                    std::string("got \"") + option + "\"", "Write them as in \"fp8_e4m3:current"));
-  EXPECT_THAT(
-      [&] { quantizer("nvfp4:4over6=l2"); },
-      ThrowsText<c10::ValueError>("quantizer: expected options of nvfp4 among 2d, rht, sr, 4over6",
-                                  "(4over6: 0, mae or mse), got \"4over6=l2\""));
-  EXPECT_THAT([&] { quantizer("nvfp4:sr=1:4over6=mae"); },
-              ThrowsText<c10::ValueError>("quantizer: expected 4over6 or rounding by chance (sr), ",
-                                          "leave one of them out"));
-  EXPECT_THAT([&] { quantizer("nvfp4:2d=1:rht=1"); },
-              ThrowsText<c10::ValueError>("quantizer: expected squares (2d) or rotated columns "));
+    EXPECT_ERROR(quantizer(std::string("fp8_e4m3:current:") + option), c10::ValueError,
+                 "quantizer: expected options of fp8_e4m3 among eps, pow2 with a number, 0 or 1",
+                 std::string("got \"") + option + "\"", "Write them as in \"fp8_e4m3:current");
+  EXPECT_ERROR(quantizer("nvfp4:4over6=l2"), c10::ValueError,
+               "quantizer: expected options of nvfp4 among 2d, rht, sr, 4over6",
+               "(4over6: 0, mae or mse), got \"4over6=l2\"");
+  EXPECT_ERROR(quantizer("nvfp4:sr=1:4over6=mae"), c10::ValueError,
+               "quantizer: expected 4over6 or rounding by chance (sr), ", "leave one of them out");
+  EXPECT_ERROR(quantizer("nvfp4:2d=1:rht=1"), c10::ValueError,
+               "quantizer: expected squares (2d) or rotated columns ");
   const auto refuses = [](const char* format, auto member, auto value, const char* text) {
     Quantizer options = quantizer(format);
     options.*member = value;
-    EXPECT_THAT([&] { quantizer(options); },
-                ThrowsText<c10::ValueError>(std::string("quantizer: expected options that ") + text,
-                                            "Leave it at its default"));
+    EXPECT_ERROR(quantizer(options), c10::ValueError,
+                 std::string("quantizer: expected options that ") + text,
+                 "Leave it at its default");
   };
   refuses("mxfp8_e4m3", &Quantizer::power_of_two, true, "mxfp8_e4m3 has, which are 2d, got pow2=1");
   refuses("nvfp4", &Quantizer::amax_epsilon, 0.5,
@@ -199,36 +195,30 @@ TEST(QuantizerErrors, FormatScaleAndOptions) {
   refuses("mxfp8_e5m2", &Quantizer::four_over_six, kernels::FourOverSix::mse,
           "mxfp8_e5m2 has, which are 2d, got 4over6=mse");
   for (const char* epsilon : {"-1", "inf", "nan"})
-    EXPECT_THAT([&] { quantizer(std::string("fp8_e5m2:eps=") + epsilon); },
-                ThrowsText<c10::ValueError>("quantizer: expected eps >= 0 and finite, got ",
-                                            std::string("got ") + epsilon,
-                                            "0 sets no lower bound of amax"));
-  EXPECT_THAT(
-      [] { quantized(random({2}), quantizer("fp8_e4m3"), at::ones({})); },
-      ThrowsText<c10::ValueError>(
-          "quantize: expected no scale and no seed for fp8_e4m3:current:eps=0:pow2=0, got one",
-          ". Only scales that are kept from call to call are passed in, and seeds of rounding."));
+    EXPECT_ERROR(quantizer(std::string("fp8_e5m2:eps=") + epsilon), c10::ValueError,
+                 "quantizer: expected eps >= 0 and finite, got ", std::string("got ") + epsilon,
+                 "0 sets no lower bound of amax");
+  EXPECT_ERROR(
+      quantized(random({2}), quantizer("fp8_e4m3"), at::ones({})), c10::ValueError,
+      "quantize: expected no scale and no seed for fp8_e4m3:current:eps=0:pow2=0, got one",
+      ". Only scales that are kept from call to call are passed in, and seeds of rounding.");
   const Quantizer& by_chance = quantizer("nvfp4:sr=1");
-  EXPECT_THAT([&] { quantized(random({2}), by_chance); },
-              ThrowsText<c10::ValueError>("quantize: expected a seed for nvfp4:sr=1, got none"));
+  EXPECT_ERROR(quantized(random({2}), by_chance), c10::ValueError,
+               "quantize: expected a seed for nvfp4:sr=1, got none");
   for (const at::Tensor& seed : {random({1}), at::arange(3), at::arange(2).view({1, 2})})
-    EXPECT_THAT([&] { quantized(random({2}), by_chance, seed); },
-                ThrowsText<c10::ValueError>(
-                    "quantize: expected a seed of one int64, or of two with an offset, got ",
-                    "Draw it with torch.randint."));
+    EXPECT_ERROR(quantized(random({2}), by_chance, seed), c10::ValueError,
+                 "quantize: expected a seed of one int64, or of two with an offset, got ",
+                 "Draw it with torch.randint.");
 }
 
 TEST(QuantizeOpErrors, ScalesHaveOneElement) {
   const at::Tensor codes = at::arange(4, at::kByte), one = random({1});
-  EXPECT_THAT(
-      [&] {
-        dispatch<Dequantize>({.codes = codes,
-                              .dequant_scale = random({0}),
-                              .quantizer = quantizer("fp8_e4m3"),
-                              .column = false,
-                              .dtype = at::kFloat});
-      },
-      ThrowsText<c10::ValueError>("dequantize: expected dequant_scale with one element"));
+  EXPECT_ERROR(dispatch<Dequantize>({.codes = codes,
+                                     .dequant_scale = random({0}),
+                                     .quantizer = quantizer("fp8_e4m3"),
+                                     .column = false,
+                                     .dtype = at::kFloat}),
+               c10::ValueError, "dequantize: expected dequant_scale with one element");
   const auto decode = [](const at::Tensor& these, const char* text, const Optional& amax) {
     dispatch<Decode>({.codes = these,
                       .dequant_scale = random({}),
@@ -236,48 +226,37 @@ TEST(QuantizeOpErrors, ScalesHaveOneElement) {
                       .column = false,
                       .amax = amax});
   };
-  EXPECT_THAT(
-      [&] { decode(codes, "fp8_e4m3", random({})); },
-      ThrowsText<c10::ValueError>("decode: expected no amax with codes of fp8_e4m3", "got one"));
-  EXPECT_THAT([&] { decode(codes, "nvfp4", {}); },
-              ThrowsText<c10::ValueError>("decode: expected an amax with codes of nvfp4, got none",
-                                          "Pass what quantize returned beside the codes."));
-  EXPECT_THAT(
-      [&] { decode(codes[0], "nvfp4", random({1})); },
-      ThrowsText<c10::ValueError>("decode: expected packed codes with at least 1 dimension, got a ",
-                                  "scalar", "Pass what quantize returned"));
+  EXPECT_ERROR(decode(codes, "fp8_e4m3", random({})), c10::ValueError,
+               "decode: expected no amax with codes of fp8_e4m3", "got one");
+  EXPECT_ERROR(decode(codes, "nvfp4", {}), c10::ValueError,
+               "decode: expected an amax with codes of nvfp4, got none",
+               "Pass what quantize returned beside the codes.");
+  EXPECT_ERROR(decode(codes[0], "nvfp4", random({1})), c10::ValueError,
+               "decode: expected packed codes with at least 1 dimension, got a ", "scalar",
+               "Pass what quantize returned");
   const Group four = quantized(random({3, 5}), quantizer("nvfp4"));
   const c10::SymInt other[] = {3, 17};
-  EXPECT_THAT(
-      [&] {
-        dispatch<Dequantize>({.codes = four[row_codes],
-                              .dequant_scale = four[row_scale],
-                              .quantizer = quantizer("nvfp4"),
-                              .column = false,
-                              .dtype = at::kFloat,
-                              .amax = four[row_amax],
-                              .sizes = other});
-      },
-      ThrowsText<c10::ValueError>(
-          "dequantize: expected codes of shape [3, 16] for numbers of shape [3, 17], got [3, 8]",
-          "Pass the sizes of what was quantized."));
-  EXPECT_THAT(
-      [&] {
-        dispatch<ScaleProduct>({.product = random({2, 2}),
-                                .a_scale = one,
-                                .b_scale = random({2}),
-                                .dtype = at::kFloat});
-      },
-      ThrowsText<c10::ValueError>("scale_product: expected b_scale with one element",
-                                  "got shape [2]"));
+  EXPECT_ERROR(
+      dispatch<Dequantize>({.codes = four[row_codes],
+                            .dequant_scale = four[row_scale],
+                            .quantizer = quantizer("nvfp4"),
+                            .column = false,
+                            .dtype = at::kFloat,
+                            .amax = four[row_amax],
+                            .sizes = other}),
+      c10::ValueError,
+      "dequantize: expected codes of shape [3, 16] for numbers of shape [3, 17], got [3, 8]",
+      "Pass the sizes of what was quantized.");
+  EXPECT_ERROR(
+      dispatch<ScaleProduct>(
+          {.product = random({2, 2}), .a_scale = one, .b_scale = random({2}), .dtype = at::kFloat}),
+      c10::ValueError, "scale_product: expected b_scale with one element", "got shape [2]");
 }
 
 TEST(QuantizeOpErrors, HasNoDerivative) {
-  EXPECT_THAT(
-      [] { quantized(leaf({2}), quantizer("fp8_e4m3")); },
-      ThrowsText<c10::NotImplementedError>(
-          "quantize: expected a tensor that needs no gradient, got one",
-          ": expected a tensor that needs no gradient, got one that requires ", "detach x"));
+  EXPECT_ERROR(quantized(leaf({2}), quantizer("fp8_e4m3")), c10::NotImplementedError,
+               "quantize: expected a tensor that needs no gradient, got one",
+               ": expected a tensor that needs no gradient, got one that requires ", "detach x");
   const c10::AutoGradMode no_grad(false);
   EXPECT_NO_THROW(quantized(leaf({2}), quantizer("fp8_e4m3")));
 }

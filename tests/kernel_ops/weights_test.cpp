@@ -216,9 +216,9 @@ TEST_F(RefreshWeight, NoDeadWeightIsKeptAlive) {
 
 TEST_F(RefreshWeight, AStampElsewhereThanOnTheCpuIsRefused) {
   stamp_ = at::zeros({kStampSize}, at::kInt);
-  EXPECT_THAT([&] { forward(); }, ThrowsText<c10::ValueError>(
-                                      "refresh_weight_: expected stamp of shape [13], Long, on cpu",
-                                      "got CPUIntType of shape [13]"));
+  EXPECT_ERROR(forward(), c10::ValueError,
+               "refresh_weight_: expected stamp of shape [13], Long, on cpu",
+               "got CPUIntType of shape [13]");
 }
 
 TEST_F(RefreshWeight, OtherArgumentsAreSeen) {
@@ -287,10 +287,9 @@ TEST_F(RefreshWeight, DtypesWithoutAKernelUseTheReference) {
 
 TEST_F(RefreshWeight, AWorkspaceOfAnotherShapeIsRefused) {
   weight_ = random({8, 7});
-  EXPECT_THAT([&] { forward(); },
-              ThrowsText<c10::ValueError>(
-                  "refresh_weight_: expected row_codes of shape [8, 7], Byte",
-                  "got CPUByteType of shape [8, 6]", "Allocate the workspace again"));
+  EXPECT_ERROR(forward(), c10::ValueError,
+               "refresh_weight_: expected row_codes of shape [8, 7], Byte",
+               "got CPUByteType of shape [8, 6]", "Allocate the workspace again");
 }
 
 TEST_F(RefreshWeight, ANegatedWeightIsAnotherOne) {
@@ -307,8 +306,7 @@ TEST_F(RefreshWeight, ANegatedOrConjugateWorkspaceIsRefusedAndNotReleasedTwice) 
   const auto refuses = [&](at::Tensor& part, const char* name, const at::Tensor& view,
                            const char* got) {
     const at::Tensor before = std::exchange(part, view);
-    EXPECT_THAT([&] { forward(); },
-                ThrowsText<c10::ValueError>("refresh_weight_: expected ", name, got));
+    EXPECT_ERROR(forward(), c10::ValueError, "refresh_weight_: expected ", name, got);
     EXPECT_EQ(weight_.use_count(), 1u);
     part = before;
   };
@@ -326,9 +324,8 @@ TEST_F(RefreshWeight, WithoutMemoryAllPartsAreOrNone) {
   const auto meta = [](const at::Tensor& tensor) { return tensor.to(at::kMeta); };
   for (at::Tensor* one : {&weight_, &codes_, &dequant_scale_, &amax_, &stamp_}) {
     const at::Tensor before = std::exchange(*one, meta(*one));
-    EXPECT_THAT([&] { forward(); },
-                ThrowsText<c10::ValueError>("refresh_weight_: expected ",
-                                            ", as the weight's workspace, got "));
+    EXPECT_ERROR(forward(), c10::ValueError, "refresh_weight_: expected ",
+                 ", as the weight's workspace, got ");
     *one = before;
   }
   for (at::Tensor* one : {&weight_, &codes_, &dequant_scale_, &amax_}) *one = meta(*one);
@@ -412,18 +409,12 @@ TEST(QuantizeWeight, TakesTheCallersWord) {
 }
 
 TEST(QuantizeWeight, Refuses) {
-  EXPECT_THAT(
-      [] {
-        quantize_weight(random({4, 8}).requires_grad_(), quantizer("fp8_e4m3"));
-      },
-      ThrowsText<c10::NotImplementedError>("quantize_weight: expected a tensor that needs no"));
-  EXPECT_THAT(
-      [] {
-        quantize_weight(random({4, 8}), quantizer("fp8_e4m3:delayed"));
-      },
-      ThrowsText<c10::NotImplementedError>(
-          "quantize_weight: expected a quantizer whose codes depend on the weight alone, got",
-          "Quantize with a scale or a seed of your own in each call."));
+  EXPECT_ERROR(quantize_weight(random({4, 8}).requires_grad_(), quantizer("fp8_e4m3")),
+               c10::NotImplementedError, "quantize_weight: expected a tensor that needs no");
+  EXPECT_ERROR(quantize_weight(random({4, 8}), quantizer("fp8_e4m3:delayed")),
+               c10::NotImplementedError,
+               "quantize_weight: expected a quantizer whose codes depend on the weight alone, got",
+               "Quantize with a scale or a seed of your own in each call.");
 }
 
 TEST(WeightCodesOp, CopiesCodesThatServeAndMakesOthers) {
@@ -503,19 +494,18 @@ TEST(PiecesOfAWeight, MustFit) {
   const Quantizer& current = quantizer("fp8_e4m3");
   const Tensors pieces{random({4, 8}), random({4, 8}, at::kFloat, 2)};
   Workspace workspace = make_workspace(pieces, current, {true, true, true});
-  const auto refresh = [&](Tensors weight) {
-    return [&, weight] { refresh_weight(weight, workspace, current, false); };
+  const auto refresh = [&](const Tensors& weight) {
+    refresh_weight(weight, workspace, current, false);
   };
-  EXPECT_THAT(refresh({pieces[0], random({4, 7})}),
-              ThrowsText<c10::ValueError>("join: expected parts of one parameter that differ in",
-                                          "got [4, 8] and [4, 7]"));
-  EXPECT_THAT(refresh({pieces[0], pieces[1].to(at::kMeta)}),
-              ThrowsText<c10::ValueError>("join: expected parts of one parameter on one device"));
-  EXPECT_THAT(refresh({pieces[0]}),
-              ThrowsText<c10::ValueError>("refresh_weight_: expected row_codes of shape [4, 8]"));
+  EXPECT_ERROR(refresh({pieces[0], random({4, 7})}), c10::ValueError,
+               "join: expected parts of one parameter that differ in", "got [4, 8] and [4, 7]");
+  EXPECT_ERROR(refresh({pieces[0], pieces[1].to(at::kMeta)}), c10::ValueError,
+               "join: expected parts of one parameter on one device");
+  EXPECT_ERROR(refresh({pieces[0]}), c10::ValueError,
+               "refresh_weight_: expected row_codes of shape [4, 8]");
   workspace[group_amax] = pieces[1][0][0];
-  EXPECT_THAT(refresh(pieces), ThrowsText<c10::ValueError>("refresh_weight_: expected amax",
-                                                           "or the weight shares"));
+  EXPECT_ERROR(refresh(pieces), c10::ValueError, "refresh_weight_: expected amax",
+               "or the weight shares");
 }
 
 TEST(SayOfWeight, RefusesWhatIsNoStampAndUnknownWords) {
@@ -523,12 +513,10 @@ TEST(SayOfWeight, RefusesWhatIsNoStampAndUnknownWords) {
                              .findSchemaOrThrow("tandem::say_of_weight_", "")
                              .typed<void(at::Tensor&, int64_t)>();
   at::Tensor other = at::zeros({3}, at::kLong), stamp = at::zeros({kStampSize}, at::kLong);
-  EXPECT_THAT(
-      [&] { op.call(other, 1); },
-      ThrowsText<c10::ValueError>("say_of_weight_: expected the stamp of a workspace, int64",
-                                  "got CPULongType of shape [3]"));
-  EXPECT_THAT([&] { op.call(stamp, 3); },
-              ThrowsText<c10::ValueError>("say_of_weight_: expected 0, 1 or 2", "got 3"));
+  EXPECT_ERROR(op.call(other, 1), c10::ValueError,
+               "say_of_weight_: expected the stamp of a workspace, int64",
+               "got CPULongType of shape [3]");
+  EXPECT_ERROR(op.call(stamp, 3), c10::ValueError, "say_of_weight_: expected 0, 1 or 2", "got 3");
 }
 
 }  // namespace

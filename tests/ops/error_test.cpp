@@ -8,61 +8,51 @@
 namespace tandem::testing::ops_error {
 namespace {
 
-auto running(Ops ops, Tensors inputs, Tensors params = {}) {
-  return [=] { run(ops, inputs, params); };
-}
-
 TEST(LinearErrors, WeightIsNoMatrix) {
-  EXPECT_THAT(
-      running({"basic_linear"}, {random({2, 4})}, {random({4})}),
-      ThrowsText<c10::ValueError>(
-          "linear: expected weight of shape [out_features, in_features], got [4]",
-          "linear: expected weight of shape [out_features, in_features], got ", "Pass a matrix"));
+  EXPECT_ERROR(run({"basic_linear"}, {random({2, 4})}, {random({4})}), c10::ValueError,
+               "linear: expected weight of shape [out_features, in_features], got [4]",
+               "Pass a matrix");
 }
 
 TEST(LinearErrors, FeaturesDoNotFit) {
-  EXPECT_THAT(running({"basic_linear"}, {random({2, 5})}, {random({3, 4})}),
-              ThrowsText<c10::ValueError>(
-                  "linear: expected x with 4 features in its last dimension, as weight [3, 4] has",
-                  " features in its last dimension, as weight ", "got x of shape [2, 5]",
-                  "Build the op with in_features=5 or reshape x"));
-  EXPECT_THAT(running({"basic_linear", "bias"}, {random({})}, {random({3, 4}), random({3})}),
-              ThrowsText<c10::ValueError>("got x of shape []"));
+  EXPECT_ERROR(run({"basic_linear"}, {random({2, 5})}, {random({3, 4})}), c10::ValueError,
+               "linear: expected x with 4 features in its last dimension, as weight [3, 4] has",
+               "got x of shape [2, 5]", "Build the op with in_features=5 or reshape x");
+  EXPECT_ERROR(run({"basic_linear", "bias"}, {random({})}, {random({3, 4}), random({3})}),
+               c10::ValueError, "got x of shape []");
 }
 
 TEST(BiasErrors, LengthDoesNotFit) {
-  EXPECT_THAT(running({"bias"}, {random({2, 5})}, {random({4})}),
-              ThrowsText<c10::ValueError>("bias: expected bias of shape [5]", "got [4]"));
+  EXPECT_ERROR(run({"bias"}, {random({2, 5})}, {random({4})}), c10::ValueError,
+               "bias: expected bias of shape [5]", "got [4]");
 }
 
 TEST(NormErrors, HiddenDoesNotFit) {
-  EXPECT_THAT(running({"rms_norm"}, {random({2, 5})}, {random({4})}),
-              ThrowsText<c10::ValueError>("rms_norm: expected weight of shape [5]", "got [4]"));
-  EXPECT_THAT(running({"layer_norm"}, {random({2, 5})}, {random({5}), random({4})}),
-              ThrowsText<c10::ValueError>("layer_norm: expected bias of shape [5]", "got [4]"));
-  EXPECT_THAT(running({"rms_norm"}, {random({})}, {random({1})}),
-              ThrowsText<c10::ValueError>("expected x with at least 1 dimension, got a scalar"));
+  EXPECT_ERROR(run({"rms_norm"}, {random({2, 5})}, {random({4})}), c10::ValueError,
+               "rms_norm: expected weight of shape [5]", "got [4]");
+  EXPECT_ERROR(run({"layer_norm"}, {random({2, 5})}, {random({5}), random({4})}), c10::ValueError,
+               "layer_norm: expected bias of shape [5]", "got [4]");
+  EXPECT_ERROR(run({"rms_norm"}, {random({})}, {random({1})}), c10::ValueError,
+               "expected x with at least 1 dimension, got a scalar");
 }
 
 TEST(GluErrors, OddFeatures) {
-  EXPECT_THAT(
-      running({"swiglu"}, {random({2, 5})}),
-      ThrowsText<c10::ValueError>("glu: expected x with an even last dimension", "got [2, 5]"));
+  EXPECT_ERROR(run({"swiglu"}, {random({2, 5})}, {}), c10::ValueError,
+               "glu: expected x with an even last dimension", "got [2, 5]");
 }
 
 TEST(AddErrors, ShapesDoNotFit) {
-  EXPECT_THAT(running({"add_extra_input"}, {random({2, 5}), random({3})}),
-              ThrowsText<c10::ValueError>("add_extra_input: expected the extra input of the shape "
-                                          "of x, [2, 5], got [3]"));
+  EXPECT_ERROR(run({"add_extra_input"}, {random({2, 5}), random({3})}, {}), c10::ValueError,
+               "add_extra_input: expected the extra input of the shape of x, [2, 5], got [3]");
 }
 
 TEST(ReshapeErrors, ElementsDoNotFit) {
-  EXPECT_THAT(running({R"(reshape {"options": {"shape": [3, 3]}})"}, {random({2, 5})}),
-              ThrowsText<c10::ValueError>(
-                  "reshape: expected x with 9 elements for shape [3, 3], got x of shape [2, 5]",
-                  " elements for shape ", "Change the shape or give one size as -1"));
-  EXPECT_THAT(running({R"(reshape {"options": {"shape": [3, -1]}})"}, {random({2, 5})}),
-              ThrowsText<c10::ValueError>("expected x with a multiple of 3 elements"));
+  EXPECT_ERROR(run({R"(reshape {"options": {"shape": [3, 3]}})"}, {random({2, 5})}, {}),
+               c10::ValueError,
+               "reshape: expected x with 9 elements for shape [3, 3], got x of shape [2, 5]",
+               "Change the shape or give one size as -1");
+  EXPECT_ERROR(run({R"(reshape {"options": {"shape": [3, -1]}})"}, {random({2, 5})}, {}),
+               c10::ValueError, "expected x with a multiple of 3 elements");
 }
 
 TEST(Reshape, IsAViewWhereItCanBe) {

@@ -28,10 +28,9 @@ class Explain : public ::testing::Test {
 };
 
 TEST_F(Explain, BeforeAnyCallIsAnError) {
-  EXPECT_THAT([&] { pipeline_.explain(ExplainFormat::text); },
-              ThrowsText<c10::ValueError>(
-                  "explain: expected a pipeline that has run, got one without a call",
-                  "Run it once on the tensors that you will use"));
+  EXPECT_ERROR(pipeline_.explain(ExplainFormat::text), c10::ValueError,
+               "explain: expected a pipeline that has run, got one without a call",
+               "Run it once on the tensors that you will use");
 }
 
 TEST_F(Explain, TextSaysWhatRunsIsKeptAndFuses) {

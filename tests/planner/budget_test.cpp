@@ -107,24 +107,19 @@ const OpDef kLooksAtNumbers{
 
 TEST(MemoryBudget, AStepWhoseSizesNobodyKnowsIsTold) {
   register_op(kLooksAtNumbers);
-  EXPECT_THAT(
-      [] {
-        run({"budget_test_looks_at_numbers"}, {leaf({4, 8})}, {}, within(8));
-      },
-      ThrowsText<c10::NotImplementedError>(
-          "memory_budget: expected steps that run on the meta device, where sizes come from",
-          "got budget_test_looks_at_numbers: no numbers", "Leave the budget out"));
+  EXPECT_ERROR(run({"budget_test_looks_at_numbers"}, {leaf({4, 8})}, {}, within(8)),
+               c10::NotImplementedError,
+               "memory_budget: expected steps that run on the meta device, where sizes come from",
+               "got budget_test_looks_at_numbers: no numbers", "Leave the budget out");
 }
 
 TEST(MemoryBudget, AWrongOneIsRefused) {
-  EXPECT_THAT(
-      [] { MemoryBudget(-1.0); },
-      ThrowsText<c10::ValueError>("memory_budget: expected a finite number of bytes per row "
-                                  "that is not negative",
-                                  "got -1"));
+  EXPECT_ERROR(MemoryBudget(-1.0), c10::ValueError,
+               "memory_budget: expected a finite number of bytes per row that is not negative",
+               "got -1");
   Sequential box({ops::gelu()});
-  EXPECT_THAT([&] { box->set_memory_budget(std::numeric_limits<double>::infinity()); },
-              ThrowsText<c10::ValueError>("memory_budget: expected a finite number", "got inf"));
+  EXPECT_ERROR(box->set_memory_budget(std::numeric_limits<double>::infinity()), c10::ValueError,
+               "memory_budget: expected a finite number", "got inf");
 }
 
 }  // namespace

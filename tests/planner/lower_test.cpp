@@ -298,15 +298,11 @@ TEST(Lowering, ASumInTheCallersTensorHasItsDtypeOnEveryPath) {
 }
 
 TEST(LoweringErrors, ASumThatTheCallersTensorCannotHold) {
-  EXPECT_THAT(
-      [] {
-        Planned({R"(add_extra_input {"in_place": true})"}, {random({2}), at::ones({2}, at::kLong)},
-                {});
-      },
-      ThrowsText<c10::TypeError>(
-          "0.add_extra_input: expected an extra input that holds Float, as in_place=True asks, got "
-          "Long. Use in_place=False, or convert it.",
-          ": expected an extra input that holds ", ", as in_place=True asks, got "));
+  EXPECT_ERROR(Planned({R"(add_extra_input {"in_place": true})"},
+                       {random({2}), at::ones({2}, at::kLong)}, {}),
+               c10::TypeError,
+               "0.add_extra_input: expected an extra input that holds Float, as in_place=True "
+               "asks, got Long. Use in_place=False, or convert it.");
 }
 
 at::Tensor complex(at::IntArrayRef sizes, bool requires_grad, uint64_t seed = 1) {
@@ -325,10 +321,9 @@ TEST(Lowering, ComplexNumbersWithoutGradients) {
 TEST(LoweringErrors, GradientsOfWhatIsNotReal) {
   const auto refused = [](const Ops& ops, const Tensors& inputs, const Tensors& params,
                           const char* text) {
-    EXPECT_THAT([&] { Planned(ops, inputs, params); },
-                ThrowsText<c10::NotImplementedError>(
-                    text, ": expected floating-point operands where gradients are needed, got ",
-                    ". Convert them, call under torch.no_grad(), or use torch.nn modules."));
+    EXPECT_ERROR(Planned(ops, inputs, params), c10::NotImplementedError, text,
+                 ": expected floating-point operands where gradients are needed, got ",
+                 ". Convert them, call under torch.no_grad(), or use torch.nn modules.");
   };
   refused({"basic_linear"}, {complex({2, 4}, false)}, {complex({3, 4}, true)},
           "0.basic_linear: expected floating-point operands where gradients are needed, got "
@@ -338,56 +333,36 @@ TEST(LoweringErrors, GradientsOfWhatIsNotReal) {
 }
 
 TEST(LoweringErrors, OperandsThatDoNotConvert) {
-  EXPECT_THAT(
-      [] {
-        Planned({"basic_linear"}, {complex({2, 4}, false)}, {random({3, 4})});
-      },
-      ThrowsText<c10::TypeError>(
-          "0.basic_linear: expected x that converts to float32, in which the op computes, got "
-          "complex64",
-          ". Convert it before the call, or convert the module."));
-  EXPECT_THAT(
-      [] {
-        Planned({"basic_linear"}, {leaf({2, 4})}, {at::ones({3, 4}, at::kLong)});
-      },
-      ThrowsText<c10::TypeError>("that converts to int64, in which the op computes, got float32"));
+  EXPECT_ERROR(Planned({"basic_linear"}, {complex({2, 4}, false)}, {random({3, 4})}),
+               c10::TypeError,
+               "0.basic_linear: expected x that converts to float32, in which the op computes, got "
+               "complex64",
+               ". Convert it before the call, or convert the module.");
+  EXPECT_ERROR(Planned({"basic_linear"}, {leaf({2, 4})}, {at::ones({3, 4}, at::kLong)}),
+               c10::TypeError, "that converts to int64, in which the op computes, got float32");
 }
 
 TEST(LoweringErrors, NumberOfTensors) {
-  EXPECT_THAT(
-      [] {
-        Planned({"basic_linear"}, {random({2, 4})}, {});
-      },
-      ThrowsText<c10::ValueError>("pipeline: expected 1 inputs and 1 parameters, got 1 and 0",
-                                  ". Pass the main input and one tensor per unbound extra input."));
-  EXPECT_THAT(
-      [] {
-        Planned({"add_extra_input"}, {random({2, 4})}, {});
-      },
-      ThrowsText<c10::ValueError>("pipeline: expected 2 inputs and 0 parameters"));
+  EXPECT_ERROR(Planned({"basic_linear"}, {random({2, 4})}, {}), c10::ValueError,
+               "pipeline: expected 1 inputs and 1 parameters, got 1 and 0",
+               ". Pass the main input and one tensor per unbound extra input.");
+  EXPECT_ERROR(Planned({"add_extra_input"}, {random({2, 4})}, {}), c10::ValueError,
+               "pipeline: expected 2 inputs and 0 parameters");
 }
 
 TEST(LoweringErrors, UndefinedTensors) {
-  EXPECT_THAT([] { Planned({"gelu"}, {at::Tensor()}, {}); },
-              ThrowsText<c10::ValueError>("pipeline: expected a tensor for input 0",
-                                          "pipeline: expected a tensor for ",
-                                          ", got an undefined one. Pass a tensor."));
-  EXPECT_THAT(
-      [] {
-        Planned({"bias"}, {random({2, 4})}, {at::Tensor()});
-      },
-      ThrowsText<c10::ValueError>("expected a tensor for parameter 0"));
+  EXPECT_ERROR(Planned({"gelu"}, {at::Tensor()}, {}), c10::ValueError,
+               "pipeline: expected a tensor for input 0", ", got an undefined one. Pass a tensor.");
+  EXPECT_ERROR(Planned({"bias"}, {random({2, 4})}, {at::Tensor()}), c10::ValueError,
+               "expected a tensor for parameter 0");
 }
 
 TEST(LoweringErrors, Float64UnderARecipe) {
-  EXPECT_THAT(
-      [] {
-        Planned({"basic_linear"}, {random({2, 4}, at::kDouble)}, {random({4, 4}, at::kDouble)},
-                kRecipe);
-      },
-      ThrowsText<c10::NotImplementedError>(
-          "0.basic_linear: expected float32, bfloat16 or float16 under a recipe, got float64",
-          ": expected float32, bfloat16 or float16 under a recipe, got ", "Leave the autocast"));
+  EXPECT_ERROR(Planned({"basic_linear"}, {random({2, 4}, at::kDouble)},
+                       {random({4, 4}, at::kDouble)}, kRecipe),
+               c10::NotImplementedError,
+               "0.basic_linear: expected float32, bfloat16 or float16 under a recipe, got float64",
+               "Leave the autocast");
 }
 
 }  // namespace

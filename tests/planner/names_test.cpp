@@ -221,51 +221,44 @@ TEST(PatternErrors, OperandsThatAreNotThere) {
         Contains("test_operands at 0.cast + 1.norm: step norm has not one read that is left"));
   }
   fusion.run.reads = {{0, "x"}, {2, "x"}};
-  EXPECT_THAT([&] { register_fusion(fusion); },
-              ThrowsText<c10::ValueError>(
-                  "fusion \"test_operands\": expected operands of the 2 steps of its pattern, got "
-                  "x of step 2. Count the steps from 0.",
-                  "\": expected operands of the ", " steps of its pattern, got "));
+  EXPECT_ERROR(register_fusion(fusion), c10::ValueError,
+               "fusion \"test_operands\": expected operands of the 2 steps of its pattern, got x "
+               "of step 2. Count the steps from 0.");
 }
 
 TEST(PatternErrors, StepsThatNoOpHas) {
-  const auto registering = [](Pass pass, std::vector<PatternStep> pattern) {
-    return [=] {
-      register_fusion({.name = "test_steps",
-                       .pass = pass,
-                       .pattern = pattern,
-                       .run = {.reads = {{0, "x"}}, .writes = {{0, "y"}}, .run = twice}});
-    };
+  const auto register_pattern = [](Pass pass, const std::vector<PatternStep>& pattern) {
+    register_fusion({.name = "test_steps",
+                     .pass = pass,
+                     .pattern = pattern,
+                     .run = {.reads = {{0, "x"}}, .writes = {{0, "y"}}, .run = twice}});
   };
-  EXPECT_THAT(registering(Pass::forward, {"silu", "rms_nrom"}),
-              ThrowsText<c10::ValueError>(
-                  "fusion \"test_steps\": expected step 1 of its pattern to be one of ", "rms_norm",
-                  " in the forward pass, got \"rms_nrom\". Register the op before the "
-                  "fusion, or name another step."));
-  EXPECT_THAT(
-      registering(Pass::forward, {"rms_norm.backward"}),
-      ThrowsText<c10::ValueError>("expected step 0 of its pattern to be one of rms_norm in the "
-                                  "forward pass, got \"rms_norm.backward\""));
-  EXPECT_THAT(registering(Pass::backward, {"rms_norm.backwards"}),
-              ThrowsText<c10::ValueError>("to be one of rms_norm, rms_norm.backward in the "
-                                          "backward pass, got \"rms_norm.backwards\""));
-  EXPECT_THAT(registering(Pass::forward, {"silu|gleu"}),
-              ThrowsText<c10::ValueError>("in the forward pass, got \"gleu\""));
-  EXPECT_THAT(registering(Pass::forward, {PatternStep::any_of("silu")}),
-              ThrowsText<c10::ValueError>("activation", ", got \"silu\""));
-  EXPECT_THAT(
-      registering(Pass::forward, {"silu", PatternStep("add_extra_input").through("z", "x")}),
-      ThrowsText<c10::ValueError>(
-          "fusion \"test_steps\": expected step 1 of its pattern to be reached through one "
-          "of x, y of the step before, got \"z\". Name one of them."));
-  EXPECT_THAT(
-      registering(Pass::forward, {"silu", PatternStep("add_extra_input").through("y", "other")}),
-      ThrowsText<c10::ValueError>("to be reached through one of extra, x of its own, got "
-                                  "\"other\""));
-  EXPECT_THAT(registering(Pass::forward, {"silu", PatternStep("gelu").behind(1)}),
-              ThrowsText<c10::ValueError>("fusion \"test_steps\": expected step 1 of its pattern "
-                                          "to be behind an earlier one, got step 1. Count from 0, "
-                                          "in the order of the pattern."));
+  EXPECT_ERROR(register_pattern(Pass::forward, {"silu", "rms_nrom"}), c10::ValueError,
+               "fusion \"test_steps\": expected step 1 of its pattern to be one of ", "rms_norm",
+               " in the forward pass, got \"rms_nrom\". Register the op before the fusion, or name "
+               "another step.");
+  EXPECT_ERROR(register_pattern(Pass::forward, {"rms_norm.backward"}), c10::ValueError,
+               "expected step 0 of its pattern to be one of rms_norm in the forward pass, got "
+               "\"rms_norm.backward\"");
+  EXPECT_ERROR(
+      register_pattern(Pass::backward, {"rms_norm.backwards"}), c10::ValueError,
+      "to be one of rms_norm, rms_norm.backward in the backward pass, got \"rms_norm.backwards\"");
+  EXPECT_ERROR(register_pattern(Pass::forward, {"silu|gleu"}), c10::ValueError,
+               "in the forward pass, got \"gleu\"");
+  EXPECT_ERROR(register_pattern(Pass::forward, {PatternStep::any_of("silu")}), c10::ValueError,
+               "activation", ", got \"silu\"");
+  EXPECT_ERROR(
+      register_pattern(Pass::forward, {"silu", PatternStep("add_extra_input").through("z", "x")}),
+      c10::ValueError,
+      "fusion \"test_steps\": expected step 1 of its pattern to be reached through one of x, y of "
+      "the step before, got \"z\". Name one of them.");
+  EXPECT_ERROR(register_pattern(Pass::forward,
+                                {"silu", PatternStep("add_extra_input").through("y", "other")}),
+               c10::ValueError, "to be reached through one of extra, x of its own, got \"other\"");
+  EXPECT_ERROR(register_pattern(Pass::forward, {"silu", PatternStep("gelu").behind(1)}),
+               c10::ValueError,
+               "fusion \"test_steps\": expected step 1 of its pattern to be behind an earlier one, "
+               "got step 1. Count from 0, in the order of the pattern.");
 }
 
 }  // namespace

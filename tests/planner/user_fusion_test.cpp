@@ -96,12 +96,9 @@ TEST(UserFusion, WhichAsksForATypeThatIsNotThere) {
     return {};
   };
   const FusionHandle handle = register_fusion(fusion);
-  EXPECT_THAT(
-      [] {
-        Planned(kOps, {leaf({3, 4})}, params());
-      },
-      ThrowsText<c10::ValueError>("fusion: expected an operand of gelu that is there, got ",
-                                  "\"nothing\". Ask with has() first."));
+  EXPECT_ERROR(Planned(kOps, {leaf({3, 4})}, params()), c10::ValueError,
+               "fusion: expected an operand of gelu that is there, got ",
+               "\"nothing\". Ask with has() first.");
 }
 
 TEST(UserFusion, Forward) {
@@ -257,43 +254,34 @@ TEST(UserFusion, AStepThatForgetsAWriteIsNamed) {
   Fusion lazy = forward_fusion("test_lazy");
   lazy.run.run = [](Call&) {};
   const FusionHandle handle = register_fusion(lazy);
-  EXPECT_THAT(
-      [] {
-        run(kOps, {leaf({3, 4})}, params(), R"({"fusions_version": 1004})");
-      },
-      ThrowsText<c10::Error>("test_lazy did not write 2.constant_scale.y"));
+  EXPECT_ERROR(run(kOps, {leaf({3, 4})}, params(), R"({"fusions_version": 1004})"), c10::Error,
+               "test_lazy did not write 2.constant_scale.y");
 }
 
 TEST(UserFusionErrors, TakenName) {
   const FusionHandle handle = register_fusion(forward_fusion());
-  EXPECT_THAT([] { register_fusion(forward_fusion()); },
-              ThrowsText<c10::ValueError>("fusion: expected a new name, got \"test_scaled_gelu\"",
-                                          "fusion: expected a new name, got \"",
-                                          "Remove the other one first"));
+  EXPECT_ERROR(register_fusion(forward_fusion()), c10::ValueError,
+               "fusion: expected a new name, got \"test_scaled_gelu\"",
+               "Remove the other one first");
 }
 
 TEST(UserFusionErrors, HalfAFusion) {
   Fusion no_pattern = forward_fusion();
   no_pattern.pattern.clear();
-  EXPECT_THAT([&] { register_fusion(no_pattern); },
-              ThrowsText<c10::ValueError>("fusion \"test_scaled_gelu\"", "got no pattern",
-                                          "\": expected a pattern and an implementation, got ",
-                                          "and a function"));
+  EXPECT_ERROR(register_fusion(no_pattern), c10::ValueError, "fusion \"test_scaled_gelu\"",
+               "got no pattern", "\": expected a pattern and an implementation, got ",
+               "and a function");
   Fusion no_run = forward_fusion();
   no_run.run.run = nullptr;
-  EXPECT_THAT([&] { register_fusion(no_run); },
-              ThrowsText<c10::ValueError>("got no implementation"));
+  EXPECT_ERROR(register_fusion(no_run), c10::ValueError, "got no implementation");
   Fusion no_backward = joint_fusion();
   no_backward.backward.run = nullptr;
-  EXPECT_THAT([&] { register_fusion(no_backward); },
-              ThrowsText<c10::ValueError>(
-                  "\": expected a backward half exactly for the joint pass, got none",
-                  "\": expected a backward half exactly for the joint pass, got ",
-                  "Choose the pass accordingly"));
+  EXPECT_ERROR(register_fusion(no_backward), c10::ValueError,
+               "\": expected a backward half exactly for the joint pass, got none",
+               "Choose the pass accordingly");
   Fusion two_halves = forward_fusion();
   two_halves.backward = joint_fusion().backward;
-  EXPECT_THAT([&] { register_fusion(two_halves); },
-              ThrowsText<c10::ValueError>("got one for another pass"));
+  EXPECT_ERROR(register_fusion(two_halves), c10::ValueError, "got one for another pass");
 }
 
 TEST(RequireFusion, IsAnErrorWithTheReason) {
@@ -302,17 +290,12 @@ TEST(RequireFusion, IsAnErrorWithTheReason) {
                           R"({"required_fusions": ["linear_bias"]})"));
   EXPECT_NO_THROW(Planned({"basic_linear", "bias", "gelu"}, inputs, {leaf({6, 4}), leaf({6})},
                           R"({"required_fusions": ["activation_backward_bias"]})"));
-  EXPECT_THAT(
-      [&] { Planned({"gelu"}, inputs, {}, R"({"required_fusions": ["linear_bias"]})"); },
-      ThrowsText<c10::ValueError>("require_fusion: expected fusion \"linear_bias\" to be made",
-                                  "require_fusion: expected fusion \"",
-                                  "got no steps that match its pattern", "See explain()"));
-  EXPECT_THAT(
-      [&] {
-        Planned({"basic_linear", "bias"}, inputs, {leaf({6, 4}), leaf({6}, at::kHalf)},
-                R"({"required_fusions": ["linear_bias"]})");
-      },
-      ThrowsText<c10::ValueError>("got a refusal: 0.basic_linear + 1.bias: the bias is Half"));
+  EXPECT_ERROR(Planned({"gelu"}, inputs, {}, R"({"required_fusions": ["linear_bias"]})"),
+               c10::ValueError, "require_fusion: expected fusion \"linear_bias\" to be made",
+               "got no steps that match its pattern", "See explain()");
+  EXPECT_ERROR(Planned({"basic_linear", "bias"}, inputs, {leaf({6, 4}), leaf({6}, at::kHalf)},
+                       R"({"required_fusions": ["linear_bias"]})"),
+               c10::ValueError, "got a refusal: 0.basic_linear + 1.bias: the bias is Half");
 }
 
 /// Fusions over the list of ops, as a front has them, while this lives.
@@ -346,14 +329,9 @@ TEST(GroupFusionErrors, OverlappingGroups) {
                ? std::vector<OpGroup>{{0, 1, fusion, nullptr}, {1, 2, fusion, nullptr}}
                : std::vector<OpGroup>();
   });
-  EXPECT_THAT(
-      [] {
-        Planned(kOps, {leaf({3, 4})}, params());
-      },
-      ThrowsText<c10::ValueError>("test_overlap: expected fused ops that cover ops 2 to 3",
-                                  ": expected fused ops that cover ops ",
-                                  " once and in order, got ops 1 to 2",
-                                  "Return every op of the list"));
+  EXPECT_ERROR(Planned(kOps, {leaf({3, 4})}, params()), c10::ValueError,
+               "test_overlap: expected fused ops that cover ops 2 to 3",
+               " once and in order, got ops 1 to 2", "Return every op of the list");
 }
 
 }  // namespace

@@ -78,10 +78,9 @@ TEST(Recipe, AFunctionIsAskedOnceForEachSlot) {
               "mxfp8_e4m3");
   }
   EXPECT_EQ(requested, 2);
-  EXPECT_THAT([] { register_quantizer_choice("recipe_test.choice", nullptr); },
-              ThrowsText<c10::ValueError>(
-                  "register_quantizer_choice: expected a new name, got \"recipe_test.choice\"",
-                  "which is taken"));
+  EXPECT_ERROR(register_quantizer_choice("recipe_test.choice", nullptr), c10::ValueError,
+               "register_quantizer_choice: expected a new name, got \"recipe_test.choice\"",
+               "which is taken");
 }
 
 TEST(Recipe, NoFunctionRoundsWeightsByChance) {
@@ -90,13 +89,10 @@ TEST(Recipe, NoFunctionRoundsWeightsByChance) {
   const CustomRecipe recipe{.quantizers = "recipe_test.by_chance"};
   EXPECT_EQ(quantizer_of(recipe, {Role::grad_output, "basic_linear", "0.basic_linear"})->text,
             "nvfp4:sr=1");
-  EXPECT_THAT(
-      [&] {
-        quantizer_of(recipe, {Role::weight, "basic_linear", "0.basic_linear"});
-      },
-      ThrowsText<c10::ValueError>("CustomRecipe: expected a quantizer that rounds to "
-                                  "nearest for the weight of 0.basic_linear",
-                                  "got \"nvfp4:sr=1\"", "whose role is grad_output"));
+  EXPECT_ERROR(
+      quantizer_of(recipe, {Role::weight, "basic_linear", "0.basic_linear"}), c10::ValueError,
+      "CustomRecipe: expected a quantizer that rounds to nearest for the weight of 0.basic_linear",
+      "got \"nvfp4:sr=1\"", "whose role is grad_output");
 }
 
 TEST(Recipe, BlocksOf128OfEachRole) {
@@ -118,10 +114,9 @@ TEST(Recipe, BlocksOf128OfEachRole) {
   EXPECT_EQ(text(Role::weight), "fp8_1x128_e4m3:eps=2:pow2=0");
   EXPECT_EQ(text(Role::grad_output), "fp8_128x128_e5m2:eps=3:pow2=0");
   recipe.x_block_scaling_dim = 2;
-  EXPECT_THAT([&] { text(Role::input); },
-              ThrowsText<c10::ValueError>(
-                  "Float8BlockScaling: expected squares for one operand at most, got 2 block ",
-                  "scaling dims of 2. No product takes two."));
+  EXPECT_ERROR(text(Role::input), c10::ValueError,
+               "Float8BlockScaling: expected squares for one operand at most, got 2 block ",
+               "scaling dims of 2. No product takes two.");
 }
 
 TEST(Recipe, FourBitsOfEachRole) {
@@ -181,38 +176,28 @@ TEST(Recipe, DelayedScalingOfEachDirection) {
 }
 
 TEST(RecipeErrors, DelayedScaling) {
-  const auto parsed = [](const char* field, nlohmann::json value) {
-    return [=] { recipe_from_json({{"name", "DelayedScaling"}, {field, value}}); };
+  const auto parse = [](const char* field, const nlohmann::json& value) {
+    recipe_from_json({{"name", "DelayedScaling"}, {field, value}});
   };
-  EXPECT_THAT(
-      parsed("margin", 65),
-      ThrowsText<c10::ValueError>(
-          "DelayedScaling: expected option margin to be a whole number from -64 to 64, got 65",
-          "2^margin"));
-  EXPECT_THAT(parsed("amax_history_len", 0),
-              ThrowsText<c10::ValueError>(
-                  "expected option amax_history_len to be a whole number from 1 to 65536"));
-  EXPECT_THAT(parsed("amax_compute_algo", "least"),
-              ThrowsText<c10::ValueError>("expected option amax_compute_algo to be one of \"max\", "
-                                          "\"most_recent\", got \"least\""));
+  EXPECT_ERROR(parse("margin", 65), c10::ValueError,
+               "DelayedScaling: expected option margin to be a whole number from -64 to 64, got 65",
+               "2^margin");
+  EXPECT_ERROR(parse("amax_history_len", 0), c10::ValueError,
+               "expected option amax_history_len to be a whole number from 1 to 65536");
+  EXPECT_ERROR(
+      parse("amax_compute_algo", "least"), c10::ValueError,
+      "expected option amax_compute_algo to be one of \"max\", \"most_recent\", got \"least\"");
 }
 
 TEST(RecipeErrors, UnknownNameAndFormat) {
-  EXPECT_THAT(
-      [] {
-        recipe_from_json({{"name", "MXFP4BlockScaling"}});
-      },
-      ThrowsText<c10::ValueError>(
-          "recipe: expected \"Float8CurrentScaling\" or \"DelayedScaling\" or ",
-          "got \"MXFP4BlockScaling\"", "the recipes that this version knows"));
-  EXPECT_THAT(
-      [] {
-        recipe_from_json({{"name", "Float8CurrentScaling"}, {"fp8_format", "E5M2"}});
-      },
-      ThrowsText<c10::ValueError>(
-          "Float8CurrentScaling: expected option fp8_format to be one of \"HYBRID\", \"E4M3\", got "
-          "\"E5M2\"",
-          "too few bits"));
+  EXPECT_ERROR(recipe_from_json({{"name", "MXFP4BlockScaling"}}), c10::ValueError,
+               "recipe: expected \"Float8CurrentScaling\" or \"DelayedScaling\" or ",
+               "got \"MXFP4BlockScaling\"", "the recipes that this version knows");
+  EXPECT_ERROR(recipe_from_json({{"name", "Float8CurrentScaling"}, {"fp8_format", "E5M2"}}),
+               c10::ValueError,
+               "Float8CurrentScaling: expected option fp8_format to be one of \"HYBRID\", "
+               "\"E4M3\", got \"E5M2\"",
+               "too few bits");
 }
 
 }  // namespace

@@ -12,3 +12,7 @@ auto ThrowsText(const Texts&... texts) {
 }
 
 }  // namespace tandem::testing
+
+/// Expects an expression to throw an E whose message contains each of the texts behind it.
+#define EXPECT_ERROR(expression, E, ...) \
+  EXPECT_THAT([&] { static_cast<void>(expression); }, ::tandem::testing::ThrowsText<E>(__VA_ARGS__))

@@ -295,8 +295,8 @@ TEST(Threads, ComeToAGraphThatAnotherHasFreed) {
       return;
     }
     while (!is_freed.load(std::memory_order_relaxed)) std::this_thread::yield();
-    EXPECT_THAT([&] { torch::autograd::grad({y}, {x}, {at::ones_like(y)}); },
-                ThrowsText<c10::Error>("a graph that still holds its saved tensors"));
+    EXPECT_ERROR(torch::autograd::grad({y}, {x}, {at::ones_like(y)}), c10::Error,
+                 "a graph that still holds its saved tensors");
   });
 }
 
@@ -528,10 +528,8 @@ TEST(Threads, RegisterOpsWhileOthersPlan) {
     for (int round = 0; round < kRounds; ++round) {
       const OpDef& op = twice();
       register_op(op);
-      EXPECT_THAT([&] { register_op(op); },
-                  ThrowsText<c10::ValueError>("op: expected a new name, got \""));
-      EXPECT_THAT([] { op_def("no such op"); },
-                  ThrowsText<c10::ValueError>("op: expected one of ", "test_twice_"));
+      EXPECT_ERROR(register_op(op), c10::ValueError, "op: expected a new name, got \"");
+      EXPECT_ERROR(op_def("no such op"), c10::ValueError, "op: expected one of ", "test_twice_");
       EXPECT_THAT(op_names(), ::testing::Contains(op.name));
       Pipeline pipeline(ops_json({"relu", std::string(op.name), "gelu"}));
       const Tensors inputs{input(0).requires_grad_()};
