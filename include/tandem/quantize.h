@@ -41,7 +41,7 @@ struct CastOptions {
 /// Shapes:  x any -> codes like x, one code in each byte.
 /// Dtypes:  x float32, bfloat16, float16, or float64, which is rounded to float32 first; codes
 ///          uint8.
-/// Error:   none; every device gives the same bits (tests GoldenBlocks, QuantizeFront).
+/// Error:   none; every device gives the same bits (tests Cast, CastFront).
 /// Throws:  c10::ValueError (another dtype, a seed of another form, an undefined tensor),
 ///          c10::TypeError (x of another dtype), c10::NotImplementedError (a gradient of x is
 ///          recorded).

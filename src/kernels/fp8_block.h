@@ -71,7 +71,7 @@ namespace cpu {
 /// Bytes:   reads x once from memory, and once more from the second-level cache; writes one byte
 ///          per element and shape, and 1/32 of that in scales.
 /// Error:   none: bitwise equal to the reference on every target and thread count (tests Fp8Block,
-///          GoldenBlocks).
+///          GoldenQuantize).
 void fp8_block_quantize(const Input& x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
                         Fp8BlockOutput column, Fp8BlockOutput square, float* amax);
 

@@ -60,7 +60,7 @@ namespace cpu {
 /// Bytes:   reads x once from memory, and once more from the second-level cache; writes one byte
 ///          per element and direction, and 1/32 of that in scales.
 /// Error:   none: bitwise equal to the reference on every target and thread count (tests Mxfp8,
-///          GoldenMxfp8).
+///          GoldenQuantize).
 void mxfp8_quantize(const Input& x, const Mxfp8Scaling& scaling, Mxfp8Output row,
                     Mxfp8Output column, float* amax);
 

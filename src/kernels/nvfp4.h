@@ -144,7 +144,7 @@ namespace cpu {
 /// Bytes:   reads x twice, and once more for rotated column codes; writes half a byte per element
 ///          and direction, and 1/8 of that in scales.
 /// Error:   none: bitwise equal to the reference on every target and thread count (tests Nvfp4,
-///          GoldenBlocks).
+///          GoldenQuantize).
 /// Source:  Cook et al., Four Over Six, 2025.
 void nvfp4_quantize(const Input& x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column,
                     float* amax);

@@ -1,26 +1,32 @@
-// FP8 against the vectors of tests/data/README.md, byte by byte.
+// The scalar conversions and scales against the vectors of tests/data/README.md, byte by byte.
+// tests/kernel_ops/golden_quantize_test.cpp compares the quantizers with theirs.
 #include <gtest/gtest.h>
 
 #include <bit>
 #include <cfloat>
 #include <cmath>
 
+#include "kernels/delayed.h"
+#include "kernels/mxfp8.h"
 #include "kernels/quantize.h"
-#include "support/matrix.h"
 #include "support/safetensors.h"
-#include "support/targets.h"
 #include "support/ulp.h"
 
 namespace tandem::testing::kernels_golden {
 namespace {
 
-using kernels::Element;
 using kernels::Fp8Format;
 
 constexpr uint32_t kNan = 0x7FC00000;
 
 const Safetensors& golden() {
   static const Safetensors file(TANDEM_SOURCE_DIR "/tests/data/golden_fp8.safetensors");
+  return file;
+}
+
+/// Of E8M0 and of delayed scaling.
+const Safetensors& golden_formats() {
+  static const Safetensors file(TANDEM_SOURCE_DIR "/tests/data/golden_formats.safetensors");
   return file;
 }
 
@@ -78,48 +84,46 @@ TEST_P(GoldenFormat, ScaleFromAmax) {
 INSTANTIATE_TEST_SUITE_P(Cpu, GoldenFormat, ::testing::Values(Fp8Format::e4m3, Fp8Format::e5m2),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
-class GoldenTarget : public ::testing::TestWithParam<int64_t> {};
-
-TEST_P(GoldenTarget, CurrentScaling) {
-  const ScopedTarget target(GetParam());
-  int cases = 0;
-  for (const auto& [name, text] : golden().metadata().items()) {
-    if (name.find("_current_") == std::string::npos) continue;
-    ++cases;
-    SCOPED_TRACE(name);
-    const auto options = nlohmann::json::parse(text.get<std::string>());
-    const kernels::CurrentScaling scaling{
-        options.at("fmt") == "e4m3" ? Fp8Format::e4m3 : Fp8Format::e5m2,
-        options.at("eps").get<float>(), options.at("pow2").get<bool>()};
-    const std::vector<size_t> shape = golden().shape(name + "/x");
-    const size_t rows = shape.at(0), cols = shape.at(1);
-    const bool wide = options.at("dtype") == "fp32";
-    const auto x32 = wide ? golden().read<uint32_t>(name + "/x") : std::vector<uint32_t>();
-    const auto x16 = wide ? std::vector<uint16_t>() : golden().read<uint16_t>(name + "/x");
-    const void* data = wide ? static_cast<const void*>(x32.data()) : x16.data();
-    const kernels::ConstRows x{data, wide ? Element::float32 : Element::bfloat16, rows, cols, cols};
-
-    std::vector<uint8_t> codes(rows * cols);
-    float dequant_scale = 0, amax = 0;
-    kernels::cpu::quantize_current(x, scaling, {codes.data(), &dequant_scale, &amax});
-    EXPECT_TRUE(same_bits<uint8_t>(codes, golden().read<uint8_t>(name + "/row_data")));
-    EXPECT_EQ(bits_of(dequant_scale), golden().read<uint32_t>(name + "/scale_inv").at(0));
-    EXPECT_EQ(bits_of(amax), golden().read<uint32_t>(name + "/amax").at(0));
-    EXPECT_EQ(bits_of(kernels::scale_from_amax(amax, scaling.format, scaling.eps,
-                                               scaling.power_of_two, FLT_MAX)),
-              golden().read<uint32_t>(name + "/scale").at(0));
-
-    Matrix y(Element::float32, rows, cols);
-    kernels::cpu::dequantize(codes.data(), scaling.format, dequant_scale, y.view());
-    std::vector<uint32_t> got;
-    for (size_t i = 0; i < y.size(); ++i) got.push_back(bits_of(y.at(i)));
-    EXPECT_TRUE(same_bits<uint32_t>(got, golden().read<uint32_t>(name + "/row_dequant")));
-  }
-  EXPECT_EQ(cases, 12);
+TEST(GoldenE8m0, CodeOfEveryEdgeAndValueOfEveryCode) {
+  std::vector<uint8_t> codes;
+  for (const uint32_t bits : golden_formats().read<uint32_t>("cast_e8m0/x"))
+    codes.push_back(kernels::e8m0_from_float(std::bit_cast<float>(bits)));
+  EXPECT_TRUE(same_bits<uint8_t>(codes, golden_formats().read<uint8_t>("cast_e8m0/data")));
+  std::vector<uint32_t> values;
+  for (int code = 0; code < 256; ++code)
+    values.push_back(bits_of(kernels::float_from_e8m0(static_cast<uint8_t>(code))));
+  EXPECT_TRUE(same_bits<uint32_t>(values, golden_formats().read<uint32_t>("decode/e8m0")));
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, GoldenTarget, ::testing::ValuesIn(all_targets()),
-                         [](const auto& info) { return target_name(info.param); });
+TEST(GoldenDelayed, Updates) {
+  int cases = 0;
+  for (const auto& [name, text] : golden_formats().metadata().items()) {
+    if (name.find("delayed_update_") == std::string::npos) continue;
+    SCOPED_TRACE(name);
+    ++cases;
+    const auto options = nlohmann::json::parse(text.get<std::string>());
+    const std::vector<size_t> shape = golden_formats().shape(name + "/hist");
+    const size_t steps = shape.at(0), length = shape.at(1), slots = shape.at(2);
+    const auto amax = golden_formats().read<uint32_t>(name + "/amax");
+    const kernels::DelayedScaling scaling{
+        options.at("fmt") == "e4m3" ? Fp8Format::e4m3 : Fp8Format::e5m2,
+        options.at("margin").get<int>(),
+        options.at("algo") == "max" ? kernels::AmaxAlgorithm::max
+                                    : kernels::AmaxAlgorithm::most_recent};
+    std::vector<float> history(length * slots, 0.0f), scale(slots, 1.0f);
+    std::vector<uint32_t> histories, scales;
+    for (size_t step = 0; step < steps; ++step) {
+      for (size_t slot = 0; slot < slots; ++slot)
+        history[slot] = std::bit_cast<float>(amax[step * slots + slot]);
+      kernels::update_delayed({history.data(), scale.data(), length, slots}, scaling);
+      for (const float value : history) histories.push_back(bits_of(value));
+      for (const float value : scale) scales.push_back(bits_of(value));
+    }
+    EXPECT_TRUE(same_bits<uint32_t>(histories, golden_formats().read<uint32_t>(name + "/hist")));
+    EXPECT_TRUE(same_bits<uint32_t>(scales, golden_formats().read<uint32_t>(name + "/scale")));
+  }
+  EXPECT_EQ(cases, 3);
+}
 
 }  // namespace
 }  // namespace tandem::testing::kernels_golden

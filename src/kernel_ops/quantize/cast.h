@@ -18,7 +18,7 @@ namespace tandem::kernel_ops {
 ///
 /// Shapes:  x any -> codes like x, uint8, one code per byte.
 /// Dtypes:  float32, bfloat16, float16, float64.
-/// Error:   none: bitwise what the numerics page specifies (tests Cast, GoldenBlocks, CastFront).
+/// Error:   none: bitwise what the numerics page specifies (tests Cast, CastFront).
 /// Throws:  c10::ValueError on another format or seed.
 struct CastToCodes {
   static constexpr const char* kName = "cast_to_codes";
