@@ -12,8 +12,6 @@
 namespace tandem::testing::autograd_in_place {
 namespace {
 
-const std::string kAdd = R"(add_extra_input {"in_place": true})";
-
 Outputs call(const Ops& ops, const Tensors& inputs, const Tensors& params = {}) {
   return Pipeline(ops_json(ops))(inputs, params, true);
 }
@@ -21,7 +19,7 @@ Outputs call(const Ops& ops, const Tensors& inputs, const Tensors& params = {}) 
 TEST(InPlace, WritesTheSumIntoTheCallersTensor) {
   const at::Tensor x = random({2, 4}), extra = random({2, 4}, at::kFloat, 2), sum = x + extra;
   const auto version = extra._version();
-  const Outputs outputs = call({kAdd}, {x, extra});
+  const Outputs outputs = call({kAddInPlace}, {x, extra});
   EXPECT_TRUE(outputs[0].is_same(extra));
   EXPECT_TRUE(same(extra, sum));
   EXPECT_EQ(extra._version(), version + 1);
@@ -30,7 +28,7 @@ TEST(InPlace, WritesTheSumIntoTheCallersTensor) {
 TEST(InPlace, WithGradTheOutputIsANewObjectOnThatMemory) {
   const at::Tensor x = leaf({2, 4}), extra = random({2, 4}, at::kFloat, 2),
                    sum = x.detach() + extra;
-  const Outputs outputs = call({kAdd}, {x, extra});
+  const Outputs outputs = call({kAddInPlace}, {x, extra});
   EXPECT_FALSE(outputs[0].is_same(extra));
   EXPECT_TRUE(outputs[0].is_alias_of(extra));
   EXPECT_TRUE(same(extra.detach(), sum));
@@ -41,7 +39,7 @@ TEST(InPlace, WithGradTheOutputIsANewObjectOnThatMemory) {
 
 TEST(InPlace, AGradientReachesAnExtraInputWithAHistory) {
   const at::Tensor x = leaf({2, 4}), before = leaf({2, 4}), extra = before * 3;
-  call({kAdd}, {x, extra})[0].sum().backward();
+  call({kAddInPlace}, {x, extra})[0].sum().backward();
   EXPECT_TRUE(same(before.grad(), before.detach() * 0 + 3));
 }
 
@@ -49,7 +47,7 @@ TEST(InPlace, ALeafIsAddedIntoWhereBackwardDoesNotReadIt) {
   const at::Tensor x = leaf({2, 4}), extra = leaf({2, 4}, at::kFloat, 2),
                    sum = x.detach() + extra.detach();
   const auto version = extra._version();
-  const Outputs outputs = call({kAdd}, {x, extra});
+  const Outputs outputs = call({kAddInPlace}, {x, extra});
   EXPECT_TRUE(same(extra, sum));
   EXPECT_TRUE(extra.is_leaf());
   EXPECT_EQ(extra._version(), version + 1);
@@ -62,7 +60,7 @@ TEST(InPlace, ALeafIsAddedIntoWhereBackwardDoesNotReadIt) {
 
 TEST(InPlace, AnExtraInputWithAHistoryGoesOnWithTheSum) {
   const at::Tensor x = leaf({2, 4}), before = leaf({2, 4}), extra = before * 3;
-  const at::Tensor y = call({kAdd}, {x, extra})[0];
+  const at::Tensor y = call({kAddInPlace}, {x, extra})[0];
   EXPECT_EQ(extra.grad_fn(), y.grad_fn());
   (y + extra).sum().backward();
   EXPECT_TRUE(same(x.grad(), x.detach() * 0 + 2));
@@ -85,7 +83,7 @@ std::vector<at::Tensor> gradients_of_a_part(bool has_history, Add add) {
 TEST(InPlace, InAViewReachesItsBaseAndTheOtherViews) {
   for (const bool has_history : {true, false}) {
     const auto found = gradients_of_a_part(has_history, [](const auto& x, const auto& extra) {
-      return call({kAdd}, {x, extra})[0];
+      return call({kAddInPlace}, {x, extra})[0];
     });
     const auto expected = gradients_of_a_part(
         has_history, [](const auto& x, const auto& extra) { return extra.add_(x); });
@@ -98,7 +96,7 @@ TEST(InPlace, ATensorWhoseSumIsNoOutputHasNoGradientAnyMore) {
     const at::Tensor x = leaf({2, 4}),
                      extra = has_history ? leaf({2, 4}) * 3 : random({2, 4}, at::kFloat, 2);
     const at::Tensor y =
-        call({kAdd, R"(constant_scale {"options": {"factor": 2.0}})"}, {x, extra})[0];
+        call({kAddInPlace, R"(constant_scale {"options": {"factor": 2.0}})"}, {x, extra})[0];
     EXPECT_ERROR(at::sum(extra * 2).backward(), std::exception,
                  "pipeline: expected no gradient for a tensor that an in-place sum inside of a "
                  "pipeline has overwritten, got one. Use in_place=False");
@@ -113,7 +111,7 @@ TEST(InPlace, NorHasItOneAmongTheGradientsThatAreAskedFor) {
       for (const bool with_output : {true, false}) {
         const at::Tensor x = leaf({4}), before = leaf({2, 4}), base = before * 3;
         const at::Tensor extra = in_a_part ? base.select(0, 1) : base.select(0, 1).clone();
-        const at::Tensor y = call({kAdd, "silu"}, {x, extra})[0];
+        const at::Tensor y = call({kAddInPlace, "silu"}, {x, extra})[0];
         Tensors outputs{in_a_part ? base : extra}, given{at::ones_like(outputs[0])};
         if (with_output) outputs.push_back(y), given.push_back(at::ones_like(y));
         EXPECT_ERROR(
@@ -134,7 +132,7 @@ TEST(InPlace, InAViewGivesTheGradientsThatAreAskedFor) {
     return gradients_of({base, y}, from, {random({3, 4}), random({4})});
   };
   const auto in_pipeline = [](const at::Tensor& x, const at::Tensor& extra) {
-    return call({kAdd}, {x, extra})[0];
+    return call({kAddInPlace}, {x, extra})[0];
   };
   const auto in_torch = [](const at::Tensor& x, const at::Tensor& extra) { return extra.add_(x); };
   for (const bool has_history : {true, false})
@@ -151,20 +149,20 @@ TEST(InPlace, InAViewGivesTheGradientsThatAreAskedFor) {
 
 TEST(InPlace, AViewOfALeafIsRefused) {
   const at::Tensor base = leaf({2, 4}), before = base.detach().clone();
-  EXPECT_ERROR(call({kAdd}, {random({4}), base.select(0, 1)}), c10::ValueError,
+  EXPECT_ERROR(call({kAddInPlace}, {random({4}), base.select(0, 1)}), c10::ValueError,
                "pipeline: expected memory that no leaf shares for an in-place sum, got a view of a "
                "leaf that requires grad. Use");
   EXPECT_TRUE(same(base.detach(), before));
 }
 
 TEST(InPlace, OfAnotherShapeIsRefused) {
-  EXPECT_ERROR(call({kAdd}, {random({2, 4}), random({4})}), c10::ValueError,
+  EXPECT_ERROR(call({kAddInPlace}, {random({2, 4}), random({4})}), c10::ValueError,
                "add_extra_input: expected the extra input");
 }
 
 TEST(InPlace, OnATensorThatBackwardReadsIsRefused) {
   const at::Tensor x = leaf({2, 4}) * 1;
-  EXPECT_ERROR(call({"gelu", kAdd}, {x, x}), c10::Error,
+  EXPECT_ERROR(call({"gelu", kAddInPlace}, {x, x}), c10::Error,
                "pipeline: expected x unchanged until the end of the call",
                " unchanged until the end of the call, as backward reads it",
                "Use in_place=False, or write into a copy");
@@ -173,16 +171,17 @@ TEST(InPlace, OnATensorThatBackwardReadsIsRefused) {
 TEST(InPlace, WhatWasSavedBeforeIsChecked) {
   const at::Tensor x = leaf({2, 4}) * 1;
   const at::Tensor y = call({"gelu"}, {x})[0];
-  call({kAdd}, {random({2, 4}), x});
+  call({kAddInPlace}, {random({2, 4}), x});
   EXPECT_ERROR(y.sum().backward(), c10::Error, "modified by an inplace operation");
 }
 
 TEST(InPlace, TheSameMemoryTwiceIsRefused) {
   const at::Tensor extra = random({2, 4});
-  EXPECT_ERROR(call({kAdd, kAdd}, {random({2, 4}), extra, extra.view({2, 4})}), c10::ValueError,
+  EXPECT_ERROR(call({kAddInPlace, kAddInPlace}, {random({2, 4}), extra, extra.view({2, 4})}),
+               c10::ValueError,
                "pipeline: expected memory that no other in-place op of the pipeline writes, got "
                "the same twice. Use in_place=False, or pass a copy");
-  EXPECT_NO_THROW(call({kAdd, kAdd}, {random({2, 4}), extra, extra.clone()}));
+  EXPECT_NO_THROW(call({kAddInPlace, kAddInPlace}, {random({2, 4}), extra, extra.clone()}));
 }
 
 /// That a call is refused with this text, before it has written anything.
@@ -193,11 +192,6 @@ void expect_refused(const Ops& ops, const Tensors& inputs, const std::string& te
   for (size_t i = 0; i < inputs.size(); ++i) EXPECT_TRUE(same(inputs[i].detach(), before[i])) << i;
 }
 
-const std::string kAddAgain = "add_extra_input";
-const std::string kToChannel =
-    R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})";
-const std::string kFromChannel = R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})";
-
 TEST(InPlace, OnMemoryThatALaterOpReadsIsRefused) {
   const std::string text =
       "pipeline: expected extra 1 unchanged until the end of the call, as a later op reads it, got "
@@ -205,46 +199,46 @@ TEST(InPlace, OnMemoryThatALaterOpReadsIsRefused) {
   const at::Tensor x = leaf({3}), whole = leaf({4}) * 1, extra = whole.narrow(0, 0, 3);
   for (const at::Tensor& again : {extra, extra.view({3}), extra.detach(), whole.narrow(0, 1, 3),
                                   whole.detach().narrow(0, 1, 3)})
-    expect_refused({kAdd, kAddAgain}, {x, extra, again}, text);
-  expect_refused({kAdd, kAdd, kAddAgain}, {x, random({3}), extra, extra},
+    expect_refused({kAddInPlace, "add_extra_input"}, {x, extra, again}, text);
+  expect_refused({kAddInPlace, kAddInPlace, "add_extra_input"}, {x, random({3}), extra, extra},
                  "expected extra 2 unchanged");  // the first sum is not written either
   const at::Tensor buffer = random({3});
-  expect_refused({kAdd, kAddAgain}, {x, buffer, buffer}, text);
+  expect_refused({kAddInPlace, "add_extra_input"}, {x, buffer, buffer}, text);
 }
 
 TEST(InPlace, OnMemoryThatAChannelOrAnOutputHoldsIsRefused) {
   const at::Tensor x = leaf({4}) * 1;
-  expect_refused({kToChannel, kAdd, kFromChannel}, {x, x},
+  expect_refused({to_channel(), kAddInPlace, from_channel()}, {x, x},
                  "expected x unchanged until the end of the call, as a later op reads it, got");
-  expect_refused({"make_extra_output", kAdd}, {x, x},
+  expect_refused({"make_extra_output", kAddInPlace}, {x, x},
                  "expected x unchanged until the end of the call, as it is an output, got");
-  expect_refused({kToChannel, R"(reshape {"options": {"shape": [2, 2]}})", "gelu",
-                  R"(reshape {"options": {"shape": [4]}})", kAdd},
+  expect_refused({to_channel(), R"(reshape {"options": {"shape": [2, 2]}})", "gelu",
+                  R"(reshape {"options": {"shape": [4]}})", kAddInPlace},
                  {x, x}, "unchanged until the end of the call, as backward reads it, got");
 }
 
 TEST(InPlace, OfAPartThatOverlapsWhatIsAddedIsRefused) {
   const at::Tensor whole = random({8});
-  expect_refused({kAdd}, {whole.narrow(0, 0, 3), whole.narrow(0, 1, 3)},
+  expect_refused({kAddInPlace}, {whole.narrow(0, 0, 3), whole.narrow(0, 1, 3)},
                  "expected x unchanged until the end of the call, as the op that writes reads it");
-  expect_refused({kAdd}, {whole.narrow(0, 0, 3), whole.as_strided({3}, {2}, 0)},
+  expect_refused({kAddInPlace}, {whole.narrow(0, 0, 3), whole.as_strided({3}, {2}, 0)},
                  "expected x unchanged until the end of the call, as the op that writes reads it");
 }
 
 TEST(InPlace, ATensorIsAddedToItselfOrReadBefore) {
   const at::Tensor before = leaf({4}), x = before * 1;
-  call({kAdd}, {x, x})[0].sum().backward();
+  call({kAddInPlace}, {x, x})[0].sum().backward();
   EXPECT_TRUE(same(x.detach(), before.detach() * 2));
   EXPECT_TRUE(same(before.grad(), before.detach() * 0 + 2));
   const at::Tensor other = leaf({4}, at::kFloat, 2), extra = other * 1;
-  call({kAddAgain, kAdd}, {before, extra, extra})[0].sum().backward();
+  call({"add_extra_input", kAddInPlace}, {before, extra, extra})[0].sum().backward();
   EXPECT_TRUE(same(other.grad(), before.detach() * 0 + 2));
 }
 
 TEST(InPlace, PartsThatLieBetweenEachOtherAreApart) {
   const at::Tensor before = leaf({3, 4}), whole = before * 1, x = leaf({3, 2}, at::kFloat, 2);
   const Outputs outputs =
-      call({kAdd, kAddAgain}, {x, whole.narrow(1, 0, 2), whole.narrow(1, 2, 2)});
+      call({kAddInPlace, "add_extra_input"}, {x, whole.narrow(1, 0, 2), whole.narrow(1, 2, 2)});
   EXPECT_TRUE(
       same(outputs[0].detach(), (before.narrow(1, 0, 2) + x + before.narrow(1, 2, 2)).detach()));
   outputs[0].sum().backward();
@@ -253,18 +247,17 @@ TEST(InPlace, PartsThatLieBetweenEachOtherAreApart) {
 
 TEST(InPlace, ThatNeedsTheDispatcherIsRefused) {
   const at::Tensor x = random({4}), extra = at::_neg_view(random({4})), before = extra.clone();
-  expect_refused({kAdd}, {x, extra},
+  expect_refused({kAddInPlace}, {x, extra},
                  "pipeline: expected a plain call, which writes the sum of in_place=True into the "
                  "caller's tensor, got one through torch.ops.tandem.pipeline, which writes no "
                  "argument: under a mode or a torch.func transform, or with a tensor subclass, a "
                  "tangent or a parametrized weight. Use in_place=False.");
-  EXPECT_NO_THROW(call({kAddAgain}, {x, extra}));
-  EXPECT_TRUE(call({kAdd}, {x.to(at::kMeta), extra.to(at::kMeta)})[0].is_meta());
+  EXPECT_NO_THROW(call({"add_extra_input"}, {x, extra}));
+  EXPECT_TRUE(call({kAddInPlace}, {x.to(at::kMeta), extra.to(at::kMeta)})[0].is_meta());
 }
 
 TEST(InPlace, OnAChannelIsAPermissionThatNobodyNeeds) {
-  const Ops ops = {R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})",
-                   "gelu",
+  const Ops ops = {to_channel(), "gelu",
                    R"(add_extra_input {"extra_inputs": [{"channel": "r"}], "in_place": true})"};
   const at::Tensor x = random({2, 4}), before = x.clone();
   call(ops, {x});
@@ -275,7 +268,7 @@ TEST(InPlace, OnAChannelIsAPermissionThatNobodyNeeds) {
 TEST(InPlace, ThroughTheDispatcherNothingIsWritten) {
   const at::Tensor x = random({2, 4}), extra = random({2, 4}, at::kFloat, 2),
                    before = extra.clone();
-  const RunResult result = run({kAdd}, {x, extra}, {}, "{}", Path::dispatch);
+  const RunResult result = run({kAddInPlace}, {x, extra}, {}, "{}", Path::dispatch);
   EXPECT_TRUE(same(extra, before));
   EXPECT_TRUE(same(result.outputs[0], x + before));
 }

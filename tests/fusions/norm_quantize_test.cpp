@@ -15,9 +15,6 @@ using ::testing::Not;
 const char* const kRecipes[] = {"Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling",
                                 "NVFP4BlockScaling"};
 const std::string kMx = R"({"training": true, "recipe": {"name": "MXFP8BlockScaling"}})";
-const std::string kOut =
-    R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})";
-const std::string kIn = R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})";
 const std::string kDropout = R"(dropout {"options": {"p": 0.25}})";
 
 void expect_the_same_bits(const Ops& ops, const Tensors& inputs, const Tensors& params) {
@@ -46,10 +43,10 @@ class NormBackwardQuantize : public ::testing::TestWithParam<Shape> {
     const auto [norm, add, bias] = GetParam();
     Ops list{"basic_linear"};
     if (bias) list.emplace_back("bias");
-    if (add) list.push_back(kOut);
+    if (add) list.push_back(to_channel());
     list.emplace_back(norm);
     list.emplace_back("basic_linear");
-    if (add) list.push_back(kIn);
+    if (add) list.push_back(from_channel());
     return list;
   }
   static Tensors params(at::ScalarType dtype = at::kFloat,
@@ -113,22 +110,10 @@ TEST_P(NormBackwardQuantize, WithFrozenParameters) {
   expect_the_same_bits(ops(), {leaf({32, 32})}, all);
 }
 
-TEST_P(NormBackwardQuantize, ThroughTheDispatcher) {
-  const auto direct = run(ops(), {leaf({32, 32})}, params(), kMx),
-             dispatched = run(ops(), {leaf({32, 32})}, params(), kMx, Path::dispatch);
-  EXPECT_TRUE(near(direct.outputs, dispatched.outputs));
-  EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
-}
-
 TEST(NormBackwardQuantizeOf, AResidualThatGoesOnWritesTheGradient) {
   // x + linear(norm(x)) where x is the sum of a product and the stream before it.
-  const Ops ops = {R"(make_extra_output {"extra_outputs": [{"channel": "a", "to_caller": false}]})",
-                   "basic_linear",
-                   R"(add_extra_input {"extra_inputs": [{"channel": "a"}]})",
-                   kOut,
-                   "rms_norm",
-                   "basic_linear",
-                   kIn};
+  const Ops ops = {to_channel("a"), "basic_linear", from_channel("a"), to_channel(),
+                   "rms_norm",      "basic_linear", from_channel()};
   const auto params = [](at::ScalarType dtype) {
     return Tensors{leaf({32, 32}, dtype, 2), leaf({32}, dtype, 3), leaf({32, 32}, dtype, 4)};
   };
@@ -139,7 +124,7 @@ TEST(NormBackwardQuantizeOf, AResidualThatGoesOnWritesTheGradient) {
 }
 
 TEST(NormBackwardQuantizeOf, TheSameGradientTwiceIsRefused) {
-  const Ops ops = {"basic_linear", kOut, kIn, "rms_norm", "basic_linear"};
+  const Ops ops = {"basic_linear", to_channel(), from_channel(), "rms_norm", "basic_linear"};
   const Tensors params{leaf({32, 32}, at::kFloat, 2), leaf({32}, at::kFloat, 3),
                        leaf({32, 32}, at::kFloat, 4)};
   EXPECT_THAT(Planned(ops, {leaf({40, 32})}, params, kMx).decisions(),
@@ -158,8 +143,8 @@ class NormBackwardQuantizeY : public ::testing::TestWithParam<Shape> {
   static Ops ops() {
     Ops list{GetParam().norm, "basic_linear"};
     if (GetParam().add) {
-      list.insert(list.begin(), kOut);
-      list.push_back(kIn);
+      list.insert(list.begin(), to_channel());
+      list.push_back(from_channel());
     }
     return list;
   }
@@ -198,7 +183,7 @@ TEST_P(NormBackwardQuantizeY, NotWhereTheWeightBehindIsFrozen) {
 
 TEST(NormBackwardQuantizeOf, AnotherGradientOfAnotherDtypeLeavesYToBeQuantized) {
   // The stream in bfloat16 beside a norm in float32: the sum would round before the codes.
-  const Ops ops = {"basic_linear", kOut, "rms_norm", "basic_linear", kIn};
+  const Ops ops = {"basic_linear", to_channel(), "rms_norm", "basic_linear", from_channel()};
   const Tensors x{leaf({40, 32}, at::kBFloat16)},
       params{leaf({32, 32}, at::kBFloat16, 2), leaf({32}, at::kFloat, 3),
              leaf({32, 32}, at::kFloat, 4)};
@@ -265,7 +250,7 @@ TEST_P(AddNormQuantize, WritesYAndTheSumWhereTheyAreDemanded) {
 }
 
 TEST_P(AddNormQuantize, WritesTheSumIntoTheCallersTensor) {
-  const Ops ops = {R"(add_extra_input {"in_place": true})", norm(), "basic_linear"};
+  const Ops ops = {kAddInPlace, norm(), "basic_linear"};
   const std::string unfused =
       R"({"training": true, "recipe": {"name": "MXFP8BlockScaling"}, "fuse": false})";
   for (const auto dtype : kKernelDtypes)
@@ -285,7 +270,7 @@ TEST_P(AddNormQuantize, WritesTheSumIntoTheCallersTensor) {
 }
 
 TEST_P(AddNormQuantize, RefusesATargetOfAnotherDtype) {
-  const Ops ops = {R"(add_extra_input {"in_place": true})", norm(), "basic_linear"};
+  const Ops ops = {kAddInPlace, norm(), "basic_linear"};
   const Tensors both{leaf({7, 40}, at::kBFloat16), random({7, 40}, at::kFloat, 4)};
   EXPECT_THAT(Planned(ops, both, params(), kMx).decisions(),
               Contains(fusion() + " at 0.add_extra_input.in_place + 1." + norm() +

@@ -22,10 +22,7 @@ class NormFusion : public ::testing::TestWithParam<const char*> {
     return list;
   }
   /// x = x + linear(norm(x)): a residual branch.
-  Ops branch() const {
-    return {R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})",
-            norm(), "basic_linear", R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})"};
-  }
+  Ops branch() const { return {to_channel(), norm(), "basic_linear", from_channel()}; }
 };
 INSTANTIATE_TEST_SUITE_P(Norms, NormFusion, ::testing::Values("rms_norm", "layer_norm"),
                          [](const auto& info) { return std::string(info.param); });
@@ -66,27 +63,16 @@ TEST_P(NormFusion, BackwardAddFiresAndEquals) {
 }
 
 TEST_P(NormFusion, BackwardAddOfTheFirstNormLeavesTheOtherTermAlone) {
-  const Ops two = {R"(make_extra_output {"extra_outputs": [{"channel": "a", "to_caller": false}]})",
-                   norm(),
-                   R"(make_extra_output {"extra_outputs": [{"channel": "b", "to_caller": false}]})",
-                   "identity",
-                   R"(add_extra_input {"extra_inputs": [{"channel": "a"}]})",
-                   R"(add_extra_input {"extra_inputs": [{"channel": "b"}]})"};
+  const Ops two = {to_channel("a"),   norm(),           to_channel("b"), "identity",
+                   from_channel("a"), from_channel("b")};
   Tensors weights = params();
   weights.pop_back();
   EXPECT_TRUE(fused_equals_unfused(two, {leaf({3, 8})}, weights));
 }
 
-TEST_P(NormFusion, BackwardAddWorksThroughTheDispatcher) {
-  const auto direct = run(branch(), {leaf({3, 8})}, params()),
-             dispatched = run(branch(), {leaf({3, 8})}, params(), "{}", Path::dispatch);
-  EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
-}
-
 TEST_P(NormFusion, BackwardAddIsRefusedWhereTheSumHasNoOtherTerm) {
   // x + x before the norm: its gradient is added to itself.
-  const Ops ops = {R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})",
-                   R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})", norm()};
+  const Ops ops = {to_channel(), from_channel(), norm()};
   Tensors weights = params();
   weights.pop_back();
   const Planned planned(ops, {leaf({3, 8})}, weights);

@@ -30,10 +30,6 @@ struct Case {
 };
 std::ostream& operator<<(std::ostream& out, const Case& each) { return out << each.name; }
 
-const std::string kOut =
-    R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})";
-const std::string kIn = R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})";
-
 class WithoutCodes : public ::testing::TestWithParam<Case> {
  protected:
   /// Each product with amaxes of its own.
@@ -69,7 +65,7 @@ INSTANTIATE_TEST_SUITE_P(
              {"layer_norm_quantize at 1.layer_norm",
               "layer_norm_backward_quantize at 1.layer_norm"}},
         Case{"add_rms_norm",
-             {kOut, kIn, "rms_norm"},
+             {to_channel(), from_channel(), "rms_norm"},
              {{kHidden}},
              kHidden,
              {"add_rms_norm_quantize at 2.add_extra_input"}},

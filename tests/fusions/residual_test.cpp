@@ -12,9 +12,6 @@ using ::testing::Contains;
 using ::testing::HasSubstr;
 
 const std::string kDropout = R"(dropout {"options": {"p": 0.25}})";
-const std::string kOut =
-    R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})";
-const std::string kIn = R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})";
 const std::string kTraining = R"({"training": true})";
 
 /// Outputs, as each kernel of forward rounds where the ops by themselves do.
@@ -69,16 +66,8 @@ TEST_P(DropoutAdd, FiresAndRoundsOnce) {
   EXPECT_TRUE(fused_equals_unfused(ops(), both, params(), kTraining));
 }
 
-TEST_P(DropoutAdd, EqualsThroughTheDispatcher) {
-  const Tensors both{leaf({7, 40}), leaf({7, 40}, at::kFloat, 4)};
-  const auto direct = run(ops(), both, params(), kTraining),
-             dispatched = run(ops(), both, params(), kTraining, Path::dispatch);
-  EXPECT_TRUE(near(direct.outputs, dispatched.outputs));
-  EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
-}
-
 TEST_P(DropoutAdd, WritesTheSumIntoTheCallersTensor) {
-  const Ops in_place = ops(R"(add_extra_input {"in_place": true})");
+  const Ops in_place = ops(kAddInPlace);
   const std::string unfused = R"({"training": true, "fuse": false})";
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble})
     for (const bool is_strided : {false, true}) {
@@ -99,7 +88,7 @@ TEST_P(DropoutAdd, WritesTheSumIntoTheCallersTensor) {
 }
 
 TEST_P(DropoutAdd, RefusesATargetOfAnotherDtype) {
-  const Ops in_place = ops(R"(add_extra_input {"in_place": true})");
+  const Ops in_place = ops(kAddInPlace);
   const Tensors both{leaf({7, 40}), random({7, 40}, at::kBFloat16, 4)};
   EXPECT_THAT(
       Planned(in_place, both, params(), kTraining).decisions(),
@@ -108,8 +97,8 @@ TEST_P(DropoutAdd, RefusesATargetOfAnotherDtype) {
 }
 
 TEST_P(DropoutAdd, RefusesWhereWhatIsKeptIsTheExtraInput) {
-  Ops list = ops(kIn);
-  list.insert(list.end() - 1, kOut);
+  Ops list = ops(from_channel());
+  list.insert(list.end() - 1, to_channel());
   EXPECT_THAT(
       Planned(list, {leaf({7, 40})}, params(), kTraining).decisions(),
       Contains(::testing::AllOf(::testing::StartsWith(fusion()),
@@ -222,7 +211,7 @@ TEST_P(AddNorm, WritesTheSumIntoTheCallersTensor) {
   for (const bool reads_sum : {false, true})
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble})
       for (const bool is_strided : {false, true}) {
-        Ops ops{R"(add_extra_input {"in_place": true})", norm()};
+        Ops ops{kAddInPlace, norm()};
         if (reads_sum) ops.insert(ops.begin() + 1, "make_extra_output");
         const at::Tensor x = random({7, 40}, dtype), residual = random({40, 7}, dtype, 4);
         const auto target = [&] {
@@ -242,15 +231,6 @@ TEST_P(AddNorm, WritesTheSumIntoTheCallersTensor) {
       }
 }
 
-TEST_P(AddNorm, EqualsThroughTheDispatcher) {
-  const Ops ops = {"add_extra_input", "make_extra_output", norm()};
-  const Tensors both{leaf({7, 40}), leaf({7, 40}, at::kFloat, 4)};
-  const auto direct = run(ops, both, params()),
-             dispatched = run(ops, both, params(), "{}", Path::dispatch);
-  EXPECT_TRUE(near(direct.outputs, dispatched.outputs));
-  EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
-}
-
 TEST_P(AddNorm, RefusesAnExtraInputThatNoKernelTakes) {
   const Ops ops = {"add_extra_input", norm()};
   const Tensors both{leaf({7, 40}), random({7, 40}, at::kFloat, 4).to(at::kLong)};
@@ -261,15 +241,16 @@ TEST_P(AddNorm, RefusesAnExtraInputThatNoKernelTakes) {
 }
 
 TEST_P(AddNorm, OfAValueAndItself) {
-  const Ops ops = {kOut, kIn, norm()};
+  const Ops ops = {to_channel(), from_channel(), norm()};
   EXPECT_THAT(Planned(ops, {leaf({7, 40})}, params()).forward(), HasSubstr(fusion() + ": x, x, "));
   EXPECT_TRUE(fused_equals_unfused(ops, {leaf({7, 40})}, params()));
 }
 
 TEST(AddNormBehindAProduct, TakesTheSumFromOneWithoutABias) {
   const std::string recipe = R"({"recipe": {"name": "MXFP8BlockScaling"}})";
-  const Ops ops = {kOut, "basic_linear", kIn, "rms_norm", "basic_linear"},
-            biased = {kOut, "basic_linear", "bias", kIn, "rms_norm", "basic_linear"};
+  const Ops ops = {to_channel(), "basic_linear", from_channel(), "rms_norm", "basic_linear"},
+            biased = {to_channel(),   "basic_linear", "bias",
+                      from_channel(), "rms_norm",     "basic_linear"};
   const Tensors inputs{leaf({32, 64})},
       params{leaf({64, 64}, at::kFloat, 2), leaf({64}, at::kFloat, 3),
              leaf({64, 64}, at::kFloat, 4)},

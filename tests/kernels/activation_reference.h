@@ -98,12 +98,6 @@ inline void put(Matrix& matrix, size_t r, size_t c, double value) {
   matrix.set(r * matrix.cols() + c, static_cast<float>(value));
 }
 
-inline float rounded(float value, kernels::Element element) {
-  return element == kernels::Element::float32
-             ? value
-             : value_of_bits(round_to_bits(value, element), element);
-}
-
 /// The distance from |value| to the next float32 above it, at least that of `floor`.
 inline double ulp(double value, double floor) {
   const double magnitude = std::max(std::fabs(value), floor);

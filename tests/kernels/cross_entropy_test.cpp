@@ -15,11 +15,8 @@ namespace {
 using kernels::Element;
 using kernels::cpu::CrossEntropyOptions;
 
-class CrossEntropy : public ::testing::TestWithParam<int64_t> {
- protected:
-  CrossEntropy() : target_(GetParam()) {}
-  ScopedTarget target_;
-};
+class CrossEntropy : public OnEachTarget {};
+INSTANTIATE_TEST_SUITE_P(All, CrossEntropy, ::testing::ValuesIn(all_targets()), CrossEntropy::name);
 
 /// The loss and gradient of a row by the formula, in float64.
 struct Expected {
@@ -215,11 +212,6 @@ TEST_P(CrossEntropy, ExtremeLogits) {
     for (size_t c = 0; c < 20; ++c) EXPECT_TRUE(std::isnan(made.at(row * 20 + c)));
   }
 }
-
-INSTANTIATE_TEST_SUITE_P(All, CrossEntropy, ::testing::ValuesIn(all_targets()),
-                         [](const ::testing::TestParamInfo<int64_t>& info) {
-                           return target_name(info.param);
-                         });
 
 }  // namespace
 }  // namespace tandem::testing::kernels_cross_entropy

@@ -21,11 +21,6 @@ using kernels::Element;
 constexpr size_t kRowCases[] = {0, 1, 3, 17};
 constexpr size_t kColumnCases[] = {1, 7, 8, 15, 16, 17, 33, 1000};
 
-float rounded(float value, Element element) {
-  return element == Element::float32 ? value
-                                     : value_of_bits(round_to_bits(value, element), element);
-}
-
 struct Elements {
   Element a, b, out;
 };
@@ -38,10 +33,8 @@ constexpr Elements kMixes[] = {
     {Element::float16, Element::float32, Element::bfloat16},
 };
 
-class ElementwiseKernel : public ::testing::TestWithParam<int64_t> {
+class ElementwiseKernel : public OnEachTarget {
  protected:
-  ElementwiseKernel() : target_(GetParam()) {}
-
   /// Calls `body(rows, cols, gap, elements)` for every shape and mix.
   template <typename Body>
   void for_each_case(Body body) {
@@ -69,9 +62,9 @@ class ElementwiseKernel : public ::testing::TestWithParam<int64_t> {
     }
     EXPECT_TRUE(out.gaps_untouched());
   }
-
-  ScopedTarget target_;
 };
+INSTANTIATE_TEST_SUITE_P(All, ElementwiseKernel, ::testing::ValuesIn(all_targets()),
+                         ElementwiseKernel::name);
 
 TEST_P(ElementwiseKernel, AddBias) {
   for_each_case([](size_t rows, size_t cols, size_t gap, Elements mix) {
@@ -294,11 +287,6 @@ TEST_P(ElementwiseKernel, DropoutKeepsItsShare) {
     EXPECT_NEAR(kept, (1 - p) * kCount, 4 * std::sqrt(p * (1 - p) * kCount)) << "p = " << p;
   }
 }
-
-INSTANTIATE_TEST_SUITE_P(All, ElementwiseKernel, ::testing::ValuesIn(all_targets()),
-                         [](const ::testing::TestParamInfo<int64_t>& info) {
-                           return target_name(info.param);
-                         });
 
 }  // namespace
 }  // namespace tandem::testing::kernels_elementwise

@@ -85,7 +85,7 @@ double bound_of(double expected, Element element, double factor) {
   return share * std::fabs(expected) + 0x1p-121 * std::max(1.0, std::fabs(factor));
 }
 
-class UnitAccuracy : public ::testing::TestWithParam<int64_t> {
+class UnitAccuracy : public OnEachTarget {
  protected:
   void expect_all(const Function& f, const Matrix& z, const Matrix& grad_y) {
     const size_t rows = z.rows(), cols = grad_y.cols();
@@ -114,10 +114,8 @@ class UnitAccuracy : public ::testing::TestWithParam<int64_t> {
             << "a = " << a << ", b = " << b << ", grad_y = " << g;
       }
   }
-
- private:
-  ScopedTarget target_{GetParam()};
 };
+INSTANTIATE_TEST_SUITE_P(All, UnitAccuracy, ::testing::ValuesIn(all_targets()), UnitAccuracy::name);
 
 TEST_P(UnitAccuracy, MatchesFloat64) {
   for (const Function& f : units())
@@ -194,9 +192,6 @@ TEST_P(UnitAccuracy, InfinitiesAndNan) {
       }
     }
 }
-
-INSTANTIATE_TEST_SUITE_P(All, UnitAccuracy, ::testing::ValuesIn(all_targets()),
-                         [](const auto& info) { return target_name(info.param); });
 
 using Param = std::tuple<int64_t, Activation>;
 

@@ -12,11 +12,8 @@ namespace {
 
 using kernels::Element;
 
-class Modulate : public ::testing::TestWithParam<int64_t> {
- protected:
-  Modulate() : target_(GetParam()) {}
-  ScopedTarget target_;
-};
+class Modulate : public OnEachTarget {};
+INSTANTIATE_TEST_SUITE_P(All, Modulate, ::testing::ValuesIn(all_targets()), Modulate::name);
 
 struct Size {
   size_t groups, height, cols;
@@ -96,11 +93,6 @@ TEST_P(Modulate, SumsAreTheFormula) {
         }
     }
 }
-
-INSTANTIATE_TEST_SUITE_P(All, Modulate, ::testing::ValuesIn(all_targets()),
-                         [](const ::testing::TestParamInfo<int64_t>& info) {
-                           return target_name(info.param);
-                         });
 
 }  // namespace
 }  // namespace tandem::testing::kernels_modulate

@@ -9,7 +9,6 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <optional>
 
 #include "support/block_codes.h"
 #include "support/matrix.h"
@@ -93,10 +92,10 @@ TEST(MxScaleShape, IsPadded) {
   EXPECT_EQ(kernels::mx_scale_shape(MxDirection::column, 50, 0).size(), 0u);
 }
 
-class Mxfp8Example : public ::testing::TestWithParam<int64_t> {};
+class Mxfp8Example : public OnEachTarget {};
+INSTANTIATE_TEST_SUITE_P(Cpu, Mxfp8Example, ::testing::ValuesIn(all_targets()), Mxfp8Example::name);
 
 TEST_P(Mxfp8Example, OfTheNumericsPage) {
-  const ScopedTarget target(GetParam());
   const Fp8Format format = Fp8Format::e4m3;
   struct Example {
     std::vector<float> x;
@@ -134,14 +133,12 @@ TEST_P(Mxfp8Example, OfTheNumericsPage) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, Mxfp8Example, ::testing::ValuesIn(all_targets()),
-                         [](const auto& info) { return target_name(info.param); });
-
 class Mxfp8 : public ::testing::TestWithParam<std::tuple<int64_t, Fp8Format>> {
  protected:
-  void SetUp() override { target_.emplace(std::get<0>(GetParam())); }
   Fp8Format format() const { return std::get<1>(GetParam()); }
-  std::optional<ScopedTarget> target_;
+
+ private:
+  ScopedTarget target_{std::get<0>(GetParam())};
 };
 
 TEST_P(Mxfp8, EveryPatternOfSixteenBits) {

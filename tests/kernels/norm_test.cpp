@@ -5,7 +5,6 @@
 #include <cfloat>
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <ostream>
 
 #include "support/matrix.h"
@@ -223,11 +222,8 @@ TEST_P(Norm, BackwardAgreesWithFloat64AndGivesTheSameY) {
 INSTANTIATE_TEST_SUITE_P(Cpu, Norm, ::testing::ValuesIn(cases()),
                          ::testing::PrintToStringParamName());
 
-class NormTarget : public ::testing::TestWithParam<int64_t> {
- protected:
-  void SetUp() override { target_.emplace(GetParam()); }
-  std::optional<ScopedTarget> target_;
-};
+class NormTarget : public OnEachTarget {};
+INSTANTIATE_TEST_SUITE_P(Cpu, NormTarget, ::testing::ValuesIn(all_targets()), NormTarget::name);
 
 TEST_P(NormTarget, LongRowsOfEqualValuesKeepTheirPrecision) {
   for (const bool centered : {false, true}) {
@@ -240,12 +236,6 @@ TEST_P(NormTarget, LongRowsOfEqualValuesKeepTheirPrecision) {
     const Forward expected = float64_forward(p, centered);
     EXPECT_TRUE(within_ulps(y.values(), expected.y, 8, c.y, expected.magnitude)) << centered;
   }
-}
-
-/// `value` as memory of an element gives it back.
-float rounded_to(Element element, float value) {
-  return element == Element::float32 ? value
-                                     : value_of_bits(round_to_bits(value, element), element);
 }
 
 TEST_P(NormTarget, RoundsBeforeTheWeight) {
@@ -265,8 +255,8 @@ TEST_P(NormTarget, RoundsBeforeTheWeight) {
         std::vector<float> expected;
         std::vector<double> grad_weight(hidden), magnitude(hidden);
         for (size_t i = 0; i < p.x.size(); ++i) {
-          const float factor = rounded_to(x, p.x.at(i) * p.inv_norm[i / hidden]);
-          expected.push_back(rounded_to(y, factor * p.weight.at(i % hidden)));
+          const float factor = rounded(p.x.at(i) * p.inv_norm[i / hidden], x);
+          expected.push_back(rounded(factor * p.weight.at(i % hidden), y));
           grad_weight[i % hidden] += static_cast<double>(p.grad_y.at(i)) * factor;
           magnitude[i % hidden] += std::abs(static_cast<double>(p.grad_y.at(i)) * factor);
         }
@@ -435,9 +425,6 @@ TEST_P(NormTarget, NoRowsGiveZeroColumnSums) {
     EXPECT_EQ(got.grad_bias.at(i), 0.0f) << i;
   }
 }
-
-INSTANTIATE_TEST_SUITE_P(Cpu, NormTarget, ::testing::ValuesIn(all_targets()),
-                         [](const auto& info) { return target_name(info.param); });
 
 }  // namespace
 }  // namespace tandem::testing::kernels_norm

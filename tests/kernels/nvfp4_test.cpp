@@ -93,9 +93,8 @@ TEST(Nvfp4Hadamard, KeepsProducts) {
   EXPECT_NEAR(after, before, 0.5) << "but for rounding to bfloat16";
 }
 
-class Nvfp4 : public ::testing::TestWithParam<int64_t> {
+class Nvfp4 : public OnEachTarget {
  protected:
-  void SetUp() override { target_.emplace(GetParam()); }
   /// Goes over every third scaling, from number `turn` on; over all without.
   void expect_right(ConstRows x, std::optional<size_t> turn = std::nullopt) {
     for (size_t i = turn.value_or(0) % 3; i < std::size(kScalings); i += turn ? 3 : 1) {
@@ -105,10 +104,8 @@ class Nvfp4 : public ::testing::TestWithParam<int64_t> {
           << static_cast<int>(scaling.four_over_six) << " " << scaling.largest_scale;
     }
   }
-  std::optional<ScopedTarget> target_;
 };
-INSTANTIATE_TEST_SUITE_P(Cpu, Nvfp4, ::testing::ValuesIn(all_targets()),
-                         [](const auto& info) { return target_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Cpu, Nvfp4, ::testing::ValuesIn(all_targets()), Nvfp4::name);
 
 TEST_P(Nvfp4, ExamplesOfTheNumericsPage) {
   struct Example {

@@ -49,7 +49,7 @@ void for_each_part(size_t rows, const Body& body) {
   }
 }
 
-class SumsByParts : public ::testing::TestWithParam<int64_t> {
+class SumsByParts : public OnEachTarget {
  protected:
   /// `whole(sums)` gives the sums of all rows at once, `part(first, count, sums)` adds some.
   template <typename Whole, typename Part>
@@ -66,9 +66,9 @@ class SumsByParts : public ::testing::TestWithParam<int64_t> {
     }
   }
 };
+INSTANTIATE_TEST_SUITE_P(Cpu, SumsByParts, ::testing::ValuesIn(all_targets()), SumsByParts::name);
 
 TEST_P(SumsByParts, OfAMatrix) {
-  const ScopedTarget target(GetParam());
   for (const size_t rows : {0, 1, 31, 33, 1025, 3001, 9000})
     for (const Element element : kElements) {
       const Matrix x = Matrix::random(element, rows, 19, 2, 9);
@@ -81,7 +81,6 @@ TEST_P(SumsByParts, OfAMatrix) {
 }
 
 TEST_P(SumsByParts, OfGradients) {
-  const ScopedTarget target(GetParam());
   for (const bool is_gated : {false, true})
     for (const size_t rows : {1, 33, 1100})
       for (const Element element : kElements)
@@ -116,7 +115,6 @@ TEST_P(SumsByParts, OfGradients) {
 }
 
 TEST_P(SumsByParts, OfGradientsOfDropout) {
-  const ScopedTarget target(GetParam());
   for (const size_t rows : {1, 33, 1100})
     for (const Element element : kElements) {
       const Matrix grad_y = Matrix::random(element, rows, 37, 3, 4);
@@ -150,7 +148,6 @@ struct GradientsOfNorm {
 };
 
 TEST_P(SumsByParts, OfGradientsOfNorms) {
-  const ScopedTarget target(GetParam());
   constexpr size_t kHidden = 37;
   for (const bool centered : {false, true})
     for (const size_t rows : {1, 33, 1100})
@@ -196,9 +193,6 @@ TEST_P(SumsByParts, OfGradientsOfNorms) {
         EXPECT_EQ(got.grad_bias.bits(), expected.grad_bias.bits()) << rows;
       }
 }
-
-INSTANTIATE_TEST_SUITE_P(Cpu, SumsByParts, ::testing::ValuesIn(all_targets()),
-                         [](const auto& info) { return target_name(info.param); });
 
 }  // namespace
 }  // namespace tandem::testing::kernels_partial_sums

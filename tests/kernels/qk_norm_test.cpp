@@ -16,11 +16,8 @@ namespace {
 
 using kernels::Element;
 
-class QkNorm : public ::testing::TestWithParam<int64_t> {
- protected:
-  QkNorm() : target_(GetParam()) {}
-  ScopedTarget target_;
-};
+class QkNorm : public OnEachTarget {};
+INSTANTIATE_TEST_SUITE_P(All, QkNorm, ::testing::ValuesIn(all_targets()), QkNorm::name);
 
 struct Case {
   Element element, weight;
@@ -181,11 +178,6 @@ TEST_P(QkNorm, ThreadsChangeNoBits) {
     EXPECT_TRUE(same_bits<uint32_t>(run(), alone));
   }
 }
-
-INSTANTIATE_TEST_SUITE_P(All, QkNorm, ::testing::ValuesIn(all_targets()),
-                         [](const ::testing::TestParamInfo<int64_t>& info) {
-                           return target_name(info.param);
-                         });
 
 }  // namespace
 }  // namespace tandem::testing::kernels_qk_norm

@@ -9,7 +9,6 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <optional>
 
 #include "support/matrix.h"
 #include "support/targets.h"
@@ -94,9 +93,10 @@ std::string name_of(Fp8Format format) { return kernels::traits_of(format).name; 
 
 class Quantize : public ::testing::TestWithParam<std::tuple<int64_t, Fp8Format>> {
  protected:
-  void SetUp() override { target_.emplace(std::get<0>(GetParam())); }
   Fp8Format format() const { return std::get<1>(GetParam()); }
-  std::optional<ScopedTarget> target_;
+
+ private:
+  ScopedTarget target_{std::get<0>(GetParam())};
 };
 
 TEST_P(Quantize, EveryPatternOfSixteenBits) {

@@ -13,11 +13,8 @@ namespace {
 
 using kernels::Element;
 
-class Rotary : public ::testing::TestWithParam<int64_t> {
- protected:
-  Rotary() : target_(GetParam()) {}
-  ScopedTarget target_;
-};
+class Rotary : public OnEachTarget {};
+INSTANTIATE_TEST_SUITE_P(All, Rotary, ::testing::ValuesIn(all_targets()), Rotary::name);
 
 struct Size {
   size_t heads, rest, head_dim, features;
@@ -80,11 +77,6 @@ TEST_P(Rotary, Turns) {
               }
           }
 }
-
-INSTANTIATE_TEST_SUITE_P(All, Rotary, ::testing::ValuesIn(all_targets()),
-                         [](const ::testing::TestParamInfo<int64_t>& info) {
-                           return target_name(info.param);
-                         });
 
 }  // namespace
 }  // namespace tandem::testing::kernels_rotary

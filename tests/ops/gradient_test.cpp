@@ -20,7 +20,7 @@ struct OpCase {
 std::ostream& operator<<(std::ostream& out, const OpCase& c) { return out << c.name; }
 
 const std::string kChannel = R"(make_extra_output {"extra_outputs": [{"channel": "r"}]})";
-const std::string kReader = R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})";
+const std::string kReader = from_channel();
 
 const std::vector<OpCase> kCases = {
     {"identity", {"identity"}, {{2, 3}}, {}},
@@ -90,8 +90,7 @@ const std::vector<OpCase> kCases = {
     {"add_extra_input", {"add_extra_input"}, {{2, 3}, {2, 3}}, {}},
     {"residual", {kChannel, "gelu", kReader}, {{2, 3}}, {}},
     {"llama_block",
-     {R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})", "rms_norm",
-      "basic_linear", "swiglu", "basic_linear", kReader},
+     {to_channel(), "rms_norm", "basic_linear", "swiglu", "basic_linear", kReader},
      {{2, 4}},
      {{4}, {6, 4}, {4, 3}}},
     {"bert_block",

@@ -31,16 +31,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-const Ops kBlock = {
-    R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})",
-    "layer_norm",
-    "basic_linear",
-    "bias",
-    "gelu",
-    "basic_linear",
-    "bias",
-    "dropout",
-    R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})"};
+const Ops kBlock = {to_channel(),   "layer_norm", "basic_linear", "bias",        "gelu",
+                    "basic_linear", "bias",       "dropout",      from_channel()};
 
 Tensors block_params(at::ScalarType dtype = at::kFloat) {
   return {leaf({8}, dtype, 2),  leaf({8}, dtype, 3),     leaf({12, 8}, dtype, 4),

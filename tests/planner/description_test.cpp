@@ -142,9 +142,8 @@ TEST(DescriptionErrors, OfAnotherLibrary) {
 
 TEST(Description, CountsUnboundExtraInputs) {
   const auto description = parse_description(
-      description_of({R"(make_extra_output {"extra_outputs": [{"channel": "r"}]})",
-                      R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})", "add_extra_input",
-                      R"(add_extra_input {"extra_inputs": [null]})"}));
+      description_of({R"(make_extra_output {"extra_outputs": [{"channel": "r"}]})", from_channel(),
+                      "add_extra_input", R"(add_extra_input {"extra_inputs": [null]})"}));
   EXPECT_EQ(description->extra_input_count(), 2u);
 }
 
@@ -289,16 +288,16 @@ TEST(DescriptionErrors, ChannelWithTwoProducers) {
 }
 
 TEST(DescriptionErrors, ChannelWithoutProducer) {
-  EXPECT_ERROR(parse({R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})"}), c10::ValueError,
+  EXPECT_ERROR(parse({from_channel()}), c10::ValueError,
                "channel \"r\": expected a producer before op 0",
                ", but it has no producer, got only its reader", "set_extra_output_channel");
 }
 
 TEST(DescriptionErrors, ChannelWithoutEarlierProducer) {
-  EXPECT_ERROR(parse({R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})",
-                      R"(make_extra_output {"extra_outputs": [{"channel": "r"}]})"}),
-               c10::ValueError, "channel \"r\": expected a producer before op 0",
-               ", but it has no earlier producer, got op 1", "Move the producer to the front");
+  EXPECT_ERROR(
+      parse({from_channel(), R"(make_extra_output {"extra_outputs": [{"channel": "r"}]})"}),
+      c10::ValueError, "channel \"r\": expected a producer before op 0",
+      ", but it has no earlier producer, got op 1", "Move the producer to the front");
 }
 
 TEST(DescriptionErrors, BadOptions) {

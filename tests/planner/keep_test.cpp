@@ -46,10 +46,7 @@ TEST(Kept, ALayerNormsBiasIsReadOnlyWhereYIsWrittenAgain) {
 }
 
 TEST(Kept, OneTensorForSeveralReaders) {
-  const Planned planned(
-      {R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})", "gelu",
-       R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})", "silu"},
-      {leaf({2, 4})}, {});
+  const Planned planned({to_channel(), "gelu", from_channel(), "silu"}, {leaf({2, 4})}, {});
   EXPECT_THAT(planned.kept(), ElementsAre("2.add_extra_input.y", "x"));
 }
 

@@ -21,16 +21,8 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-std::string out(const char* channel) {
-  return std::string(R"(make_extra_output {"extra_outputs": [{"channel": ")") + channel +
-         R"(", "to_caller": false}]})";
-}
-std::string in(const char* channel) {
-  return std::string(R"(add_extra_input {"extra_inputs": [{"channel": ")") + channel + R"("}]})";
-}
-
 TEST(ReadsOfFusedSteps, AProductThatOnlyTheFusionHasIsNotItsOwnAddend) {
-  const Ops ops = {"basic_linear", out("r"), "bias", in("r")};
+  const Ops ops = {"basic_linear", to_channel(), "bias", from_channel()};
   const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8}, at::kFloat, 2), leaf({8}, at::kFloat, 3)};
   EXPECT_THAT(Planned(ops, inputs, params).decisions(),
               Contains("linear_bias_add at 0.basic_linear + 2.bias + 3.add_extra_input: "
@@ -44,7 +36,7 @@ TEST(ReadsOfFusedSteps, AProductThatOnlyTheFusionHasIsNotItsOwnAddend) {
 }
 
 TEST(ReadsOfFusedSteps, AnAddendFromElsewhereIsFused) {
-  const Ops ops = {out("r"), "basic_linear", "bias", in("r")};
+  const Ops ops = {to_channel(), "basic_linear", "bias", from_channel()};
   const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8}, at::kFloat, 2), leaf({8}, at::kFloat, 3)};
   EXPECT_THAT(Planned(ops, inputs, params).forward(), HasSubstr("linear_bias_add: "));
   EXPECT_TRUE(fused_equals_unfused(ops, inputs, params));
@@ -108,7 +100,7 @@ TEST(ReadsOfFusedSteps, OfAGroupLeaveOutWhatMembersWrite) {
     return pass == Pass::forward ? std::vector<OpGroup>{{0, 2, fusion, nullptr}}
                                  : std::vector<OpGroup>();
   });
-  const Ops ops = {"gelu", out("r"), in("r")};
+  const Ops ops = {"gelu", to_channel(), from_channel()};
   const Planned planned(ops, {leaf({3})}, {});
   EXPECT_THAT(planned.decisions(), Contains("test_group_reads at ops 0 to 2: made"));
   EXPECT_THAT(planned.forward(), HasSubstr("test_group_reads: x"));
@@ -145,7 +137,8 @@ TEST_P(SharedNorm, TheSumOfItsWeightGradientsIsNoResidual) {
 
 TEST_P(SharedNorm, InResidualBranchesIsFusedThroughGradX) {
   const std::string norm = ops()[0];
-  const Ops branches = {out("a"), norm, "gelu", in("a"), out("b"), norm, "gelu", in("b")};
+  const Ops branches = {to_channel("a"), norm, "gelu", from_channel("a"),
+                        to_channel("b"), norm, "gelu", from_channel("b")};
   for (const bool needs_grad : {false, true}) {
     const Tensors inputs{needs_grad ? leaf({4, 8}) : random({4, 8})};
     const std::string backward = Planned(branches, inputs, params()).backward();
@@ -191,7 +184,7 @@ TEST(Links, ComeByTheOperandThatTheyName) {
   EXPECT_THAT(Planned({"silu", "add_extra_input"}, {random({3}), random({3})}, {}).forward(),
               Not(HasSubstr("test_operand")))
       << "there it is x";
-  const Ops ops = {"silu", out("s"), "gelu", in("s")};
+  const Ops ops = {"silu", to_channel("s"), "gelu", from_channel("s")};
   EXPECT_THAT(Planned(ops, {random({3})}, {}).decisions(),
               Contains("test_operand at 0.silu + 3.add_extra_input: no position is behind all that "
                        "it reads and before all that reads it"));
@@ -309,17 +302,16 @@ TEST(OptionalMembersErrors, NothingElseDependsOnThem) {
 }
 
 TEST(Links, ASumOfAValueWithItselfHasNoOtherTerm) {
-  const Ops ops = {"basic_linear", "bias", out("z"), in("z"), out("w"), in("w")};
+  const Ops ops = {"basic_linear",    "bias",          to_channel("z"),
+                   from_channel("z"), to_channel("w"), from_channel("w")};
   const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8}, at::kFloat, 2), leaf({8}, at::kFloat, 3)};
   EXPECT_THAT(Planned(ops, inputs, params).forward(), Not(HasSubstr("linear_bias_add")));
   EXPECT_TRUE(fused_equals_unfused(ops, inputs, params));
 }
 
 TEST(Links, OneValueReadByTwoStepsOfTheSameKind) {
-  const Ops ops = {"basic_linear", "bias",
-                   out("z"),       "gelu",
-                   out("a"),       R"(add_extra_input {"extra_inputs": [{"channel": "z"}]})",
-                   "gelu",         in("a")};
+  const Ops ops = {"basic_linear",    "bias", to_channel("z"),  "gelu", to_channel("a"),
+                   from_channel("z"), "gelu", from_channel("a")};
   const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8}, at::kFloat, 2), leaf({8}, at::kFloat, 3)};
   EXPECT_THAT(Planned(ops, inputs, params).forward(), HasSubstr("linear_bias_activation: "));
   EXPECT_TRUE(fused_equals_unfused(ops, inputs, params));

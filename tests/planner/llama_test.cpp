@@ -151,9 +151,8 @@ TEST(LlamaMlp, QuantizePointsDoNotDependOnFusion) {
 
 TEST(LlamaMlp, OnAResidualStreamQuantizesNothingByItselfThatIsWrittenAgain) {
   Ops ops = kMlp;
-  ops.insert(ops.begin(),
-             R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})");
-  ops.emplace_back(R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})");
+  ops.insert(ops.begin(), to_channel());
+  ops.emplace_back(from_channel());
   for (const std::string recipe :
        {"MXFP8BlockScaling", "Float8CurrentScaling", "Float8BlockScaling", "NVFP4BlockScaling"}) {
     const Planned planned(ops, {leaf({3, kHidden})}, params(true, true, true),

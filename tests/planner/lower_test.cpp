@@ -20,10 +20,8 @@ const std::string kUnfused = R"({"fuse": false})";
 const std::string kRecipe = R"({"fuse": false, "recipe": {"name": "Float8CurrentScaling"}})";
 
 TEST(Lowering, RenamesAreNoSteps) {
-  const Planned planned(
-      {"identity", R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})",
-       "identity", R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})", "make_extra_output"},
-      {leaf({2, 4})}, {});
+  const Planned planned({"identity", to_channel(), "identity", from_channel(), "make_extra_output"},
+                        {leaf({2, 4})}, {});
   EXPECT_EQ(planned.forward(), "add_extra_input: x, x -> 3.add_extra_input.y\n");
   EXPECT_EQ(planned.backward(),
             "add: grad of 3.add_extra_input.y, grad of 3.add_extra_input.y -> grad of "
@@ -164,10 +162,8 @@ TEST(Lowering, GradientsOfSeveralReadersAreAdded) {
 }
 
 TEST(Lowering, CodesOfOneTensorAreMadeOnce) {
-  const Planned planned(
-      {R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})",
-       "basic_linear", "identity"},
-      {leaf({2, 4})}, {leaf({4, 4})}, kRecipe);
+  const Planned planned({to_channel(), "basic_linear", "identity"}, {leaf({2, 4})}, {leaf({4, 4})},
+                        kRecipe);
   EXPECT_EQ(planned.forward(),
             "quantize: x -> x in fp8_e4m3\n"
             "quantize: 1.basic_linear.weight -> 1.basic_linear.weight in fp8_e4m3\n"
@@ -270,7 +266,7 @@ TEST(Lowering, TheOpQuantizeFeedsTheProductBehindIt) {
 }
 
 TEST(Lowering, ASumInTheCallersTensorHasItsDtypeOnEveryPath) {
-  const Ops ops = {R"(add_extra_input {"in_place": true})", "basic_linear"};
+  const Ops ops = {kAddInPlace, "basic_linear"};
   for (const bool traced : {false, true})
     for (const auto& [x, extra] :
          {std::pair(at::kFloat, at::kBFloat16), std::pair(at::kBFloat16, at::kFloat)}) {
@@ -298,9 +294,7 @@ TEST(Lowering, ASumInTheCallersTensorHasItsDtypeOnEveryPath) {
 }
 
 TEST(LoweringErrors, ASumThatTheCallersTensorCannotHold) {
-  EXPECT_ERROR(Planned({R"(add_extra_input {"in_place": true})"},
-                       {random({2}), at::ones({2}, at::kLong)}, {}),
-               c10::TypeError,
+  EXPECT_ERROR(Planned({kAddInPlace}, {random({2}), at::ones({2}, at::kLong)}, {}), c10::TypeError,
                "0.add_extra_input: expected an extra input that holds Float, as in_place=True "
                "asks, got Long. Use in_place=False, or convert it.");
 }

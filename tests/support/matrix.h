@@ -62,6 +62,13 @@ inline float value_of_bits(uint16_t bits, kernels::Element element) {
   return (bits & 0x8000) != 0 ? -value : value;
 }
 
+/// `value` as memory of an element gives it back.
+inline float rounded(float value, kernels::Element element) {
+  return element == kernels::Element::float32
+             ? value
+             : value_of_bits(round_to_bits(value, element), element);
+}
+
 /// Bytes that end where a page begins that nobody may touch: a kernel that reads or writes behind
 /// them ends the program, on every instruction set and without a sanitizer.
 class GuardedBytes {

@@ -16,6 +16,15 @@ namespace tandem::testing {
 
 using nlohmann::json;
 
+std::string to_channel(const std::string& channel) {
+  return R"(make_extra_output {"extra_outputs": [{"channel": ")" + channel +
+         R"(", "to_caller": false}]})";
+}
+
+std::string from_channel(const std::string& channel) {
+  return R"(add_extra_input {"extra_inputs": [{"channel": ")" + channel + R"("}]})";
+}
+
 std::string ops_json(const Ops& ops) {
   json list = json::array();
   int next = 0;
@@ -174,15 +183,18 @@ std::string fields_without(const std::string& text, const Ops& ops, const Tensor
 
 ::testing::AssertionResult fused_equals_unfused(const Ops& ops, const Tensors& inputs,
                                                 const Tensors& params, const std::string& fields) {
-  const RunResult fused = run(ops, inputs, params, fields),
-                  unfused = run(ops, inputs, params, testing::unfused(fields));
-  if (auto outputs = near(fused.outputs, unfused.outputs); !outputs)
-    return ::testing::AssertionFailure() << "outputs: " << outputs.message();
-  if (auto gradients = near(fused.gradients, unfused.gradients); !gradients)
-    return ::testing::AssertionFailure() << "gradients: " << gradients.message();
-  if (fused.saved_bytes != unfused.saved_bytes)
-    return ::testing::AssertionFailure()
-           << "saved bytes: expected " << unfused.saved_bytes << ", got " << fused.saved_bytes;
+  const RunResult unfused = run(ops, inputs, params, testing::unfused(fields));
+  for (const Path path : {Path::direct, Path::dispatch}) {
+    const RunResult fused = run(ops, inputs, params, fields, path);
+    const char* const how = path == Path::direct ? "" : " through the dispatcher";
+    if (auto outputs = near(fused.outputs, unfused.outputs); !outputs)
+      return ::testing::AssertionFailure() << "outputs" << how << ": " << outputs.message();
+    if (auto gradients = near(fused.gradients, unfused.gradients); !gradients)
+      return ::testing::AssertionFailure() << "gradients" << how << ": " << gradients.message();
+    if (path == Path::direct && fused.saved_bytes != unfused.saved_bytes)
+      return ::testing::AssertionFailure()
+             << "saved bytes: expected " << unfused.saved_bytes << ", got " << fused.saved_bytes;
+  }
   return ::testing::AssertionSuccess();
 }
 

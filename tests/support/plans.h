@@ -17,6 +17,12 @@ namespace tandem::testing {
 /// [-1]}}". Parameters are numbered in order unless "params" says otherwise.
 using Ops = std::vector<std::string>;
 
+/// An op whose extra output goes to a channel alone, and one that adds what the channel holds.
+std::string to_channel(const std::string& channel = "r");
+std::string from_channel(const std::string& channel = "r");
+/// An op that writes its sum into the extra input.
+inline const std::string kAddInPlace = R"(add_extra_input {"in_place": true})";
+
 /// The "ops" array of a description.
 std::string ops_json(const Ops& ops);
 /// A description; `fields` are the other ones, as JSON.
@@ -59,7 +65,8 @@ struct RunResult {
 RunResult run(const Ops& ops, const Tensors& inputs, const Tensors& params,
               const std::string& fields = "{}", Path path = Path::direct);
 
-/// Outputs, gradients and kept bytes of the fused program are those of the unfused one.
+/// Outputs and gradients of the fused program are those of the unfused one, called directly and
+/// through the dispatcher; so are the bytes that it keeps.
 ::testing::AssertionResult fused_equals_unfused(const Ops& ops, const Tensors& inputs,
                                                 const Tensors& params,
                                                 const std::string& fields = "{}");

@@ -1,6 +1,8 @@
 // Running a test once for each instruction set that the processor has.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -36,6 +38,17 @@ class ScopedTarget {
     hwy::SetSupportedTargetsForTest(target);
     hwy::GetChosenTarget().Update(hwy::SupportedTargets());
   }
+};
+
+/// Tests that run once for each of all_targets().
+class OnEachTarget : public ::testing::TestWithParam<int64_t> {
+ public:
+  static std::string name(const ::testing::TestParamInfo<int64_t>& info) {
+    return target_name(info.param);
+  }
+
+ private:
+  ScopedTarget target_{GetParam()};
 };
 
 }  // namespace tandem::testing
