@@ -37,12 +37,6 @@ TEST(InPlace, WithGradTheOutputIsANewObjectOnThatMemory) {
   EXPECT_TRUE(same(x.grad(), x.detach() * 0 + 3));
 }
 
-TEST(InPlace, AGradientReachesAnExtraInputWithAHistory) {
-  const at::Tensor x = leaf({2, 4}), before = leaf({2, 4}), extra = before * 3;
-  call({kAddInPlace}, {x, extra})[0].sum().backward();
-  EXPECT_TRUE(same(before.grad(), before.detach() * 0 + 3));
-}
-
 TEST(InPlace, ALeafIsAddedIntoWhereBackwardDoesNotReadIt) {
   const at::Tensor x = leaf({2, 4}), extra = leaf({2, 4}, at::kFloat, 2),
                    sum = x.detach() + extra.detach();

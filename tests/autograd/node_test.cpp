@@ -4,8 +4,6 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <thread>
-
 #include "pipeline/pipeline.h"
 #include "support/memory.h"
 #include "support/plans.h"
@@ -163,42 +161,6 @@ TEST(Node, GradientsAccumulateOverCalls) {
   const at::Tensor once = params[1].grad().clone();
   pipeline(inputs, params, true)[0].sum().backward();
   EXPECT_TRUE(near(params[1].grad(), once * 2));
-}
-
-TEST(Node, OnePipelineOnManyThreads) {
-  Pipeline pipeline(ops_json(kMlp));
-  const auto params = mlp_params();
-  const auto gradients = [&](uint64_t seed) {
-    const Tensors inputs{leaf({16, 8}, at::kFloat, seed)};
-    Tensors requested = inputs;
-    requested.insert(requested.end(), params.begin(), params.end());
-    const Outputs outputs = pipeline(inputs, params, true);
-    const Tensors grad{random({16, 8})};
-    return gradients_of(outputs, requested, grad);
-  };
-  std::vector<std::vector<Tensors>> found(4, std::vector<Tensors>(20));
-  std::vector<std::thread> threads;
-  for (size_t t = 0; t < found.size(); ++t)
-    threads.emplace_back([&, t] {
-      for (size_t i = 0; i < found[t].size(); ++i) found[t][i] = gradients(i);
-    });
-  for (std::thread& thread : threads) thread.join();
-  for (size_t i = 0; i < 20; ++i)
-    for (const auto& thread : found) EXPECT_TRUE(near(thread[i], gradients(i))) << i;
-}
-
-TEST(Node, OneGraphOnTwoThreads) {
-  const at::Tensor x = leaf({16, 8});
-  const auto params = mlp_params();
-  const at::Tensor y = call(kMlp, {x}, params)[0];
-  std::vector<at::Tensor> found(2);
-  std::vector<std::thread> threads;
-  for (size_t t = 0; t < 2; ++t)
-    threads.emplace_back([&, t] {
-      found[t] = torch::autograd::grad({y}, {x}, {at::ones_like(y)}, /*retain_graph=*/true)[0];
-    });
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_TRUE(same(found[0], found[1]));
 }
 
 /// A backward that writes NaN.

@@ -9,7 +9,6 @@
 #include "planner/program.h"
 #include "support/memory.h"
 #include "support/plans.h"
-#include "support/throws.h"
 
 namespace tandem::testing::executor_executor {
 namespace {
@@ -48,13 +47,6 @@ const OpDef kPlusOneKept{
         {{.name = "backward", .reads = {"grad_y", "y"}, .writes = {"grad_x"}, .run = pass_on}},
 };
 TANDEM_REGISTER_OP(kPlusOneKept);
-
-const OpDef kSilent{
-    .name = "test_silent",
-    .formula = "writes nothing",
-    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = [](Call&) {}}},
-};
-TANDEM_REGISTER_OP(kSilent);
 
 class ExecutorMemory : public ::testing::Test {
  protected:
@@ -109,11 +101,6 @@ TEST_F(ExecutorMemory, OfAReshapedValueIsNotTaken) {
                                {x_}, {});
   EXPECT_TRUE(near(result.outputs[0], x_ + 3));
   EXPECT_TRUE(near(result.outputs[1], x_ + 2));
-}
-
-TEST(Executor, ADemandedValueThatIsNotWrittenIsNamed) {
-  EXPECT_ERROR(run({"test_silent"}, {random({2})}, {}), c10::Error,
-               "test_silent did not write 0.test_silent.y");
 }
 
 TEST(Executor, TakesWhatTheCallerCouldNotHaveKept) {

@@ -4,7 +4,6 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/relu.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
@@ -99,11 +98,6 @@ TEST(OpsErrors, RmsNormAloneRoundsBeforeItsWeight) {
       "Leave it out.");
   EXPECT_THAT([] { ops::layer_norm(4, {.rounds_before_weight = true}); }, refusal);
   EXPECT_THAT([] { ops::layer_norm({2, 4}, {.rounds_before_weight = true}); }, refusal);
-}
-
-TEST(OpsErrors, LinearHasFeatures) {
-  EXPECT_ERROR(ops::linear(0, 4), c10::ValueError,
-               "linear: expected in_features > 0, got 0. Give a number of features.");
 }
 
 TEST(OpsErrors, AParameterWithoutFirstValues) {
@@ -217,29 +211,8 @@ TEST(OpsErrors, MainGradFitsTheOp) {
       "linear: expected the weight of a product, got bias. The gradients of others are returned.");
   EXPECT_ERROR(op.with_main_grad("weight", leaf({4, 8})), c10::ValueError,
                "linear: expected main_grad without requires_grad, got one with it");
-}
-
-TEST(Ops, GroupedLinear) {
-  const at::Tensor x = leaf({7, 4}), splits = at::tensor({3, 0, 2}, at::kLong);
-  Sequential model({ops::grouped_linear(4, 5, {.num_groups = 3})});
-  EXPECT_THAT(names_of(*model),
-              ElementsAre("0.weight0", "0.weight1", "0.weight2", "0.bias0", "0.bias1", "0.bias2"));
-  const at::Tensor y = model->forward(x, {splits})[0];
-  const auto p = model->named_parameters();
-  const at::Tensor expected =
-      at::cat({at::linear(x.narrow(0, 0, 3), p["0.weight0"], p["0.bias0"]),
-               at::linear(x.narrow(0, 3, 2), p["0.weight2"], p["0.bias2"]), at::zeros({2, 5})});
-  EXPECT_TRUE(near(y.detach(), expected.detach()));
-  Sequential packed(
-      {ops::grouped_linear(4, 5, {.num_groups = 3, .packed_weight = true, .packed_bias = true})});
-  EXPECT_THAT(names_of(*packed), ElementsAre("0.weight", "0.bias"));
-  EXPECT_EQ(weight_of(packed, "0.weight").sizes(), (std::vector<int64_t>{3, 5, 4}));
-  {
-    const c10::AutoGradMode no_grad(false);
-    weight_of(packed, "0.weight")
-        .copy_(at::stack({p["0.weight0"], p["0.weight1"], p["0.weight2"]}));
-  }
-  EXPECT_TRUE(same(packed->forward(x, {splits})[0], y));
+  EXPECT_ERROR(ops::grouped_linear(4, 5, {.num_groups = 2}).with_main_grad("bias0", at::zeros({5})),
+               c10::ValueError, "grouped_linear: expected the weight of a product, got bias0");
 }
 
 TEST(Ops, ALinearOfSeveralNamedWeights) {
@@ -309,18 +282,6 @@ TEST(Ops, GroupedLinearScalesItsBiases) {
   EXPECT_TRUE(
       near(scales.grad(), at::cat({at::mv(first, p["0.bias0"]), at::mv(second, p["0.bias1"])})));
   EXPECT_TRUE(near(p["0.bias1"].grad(), at::mv(second.t(), scales.narrow(0, 3, 4))));
-}
-
-TEST(Ops, GradientsOfGroupsGoIntoMainGrads) {
-  const at::Tensor x = random({7, 4}), splits = at::tensor({3, 4}, at::kLong);
-  const at::Tensor first = at::zeros({5, 4}), second = at::zeros({5, 4});
-  const Op experts = ops::grouped_linear(4, 5, {.num_groups = 2});
-  Sequential model({experts.with_main_grad("weight0", first).with_main_grad("weight1", second)});
-  model->forward(x, {splits})[0].sum().backward();
-  EXPECT_TRUE(near(first, at::linear(at::ones({5, 3}), x.narrow(0, 0, 3).t())));
-  EXPECT_TRUE(near(second, at::linear(at::ones({5, 4}), x.narrow(0, 3, 4).t())));
-  EXPECT_ERROR(experts.with_main_grad("bias0", at::zeros({5})), c10::ValueError,
-               "grouped_linear: expected the weight of a product, got bias0");
 }
 
 TEST(Ops, LinearOverRanks) {

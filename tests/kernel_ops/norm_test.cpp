@@ -2,8 +2,6 @@
 #include "kernel_ops/norm/norm.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/layer_norm.h>
-#include <ATen/ops/rms_norm.h>
 
 #include "support/kernel_ops.h"
 #include "support/throws.h"
@@ -202,14 +200,6 @@ TEST(NormOps, OverTwoDimensionsAreThoseOverOneOfAReshape) {
                    gradient(flat_grad, flat_x, flat_weight, flat_beta, mean, inv_norm, flat_x)));
     }
   }
-}
-
-TEST(NormOps, AreTorchs) {
-  const at::Tensor x = random({3, 2, 40}), weight = random({40}, at::kFloat, 2),
-                   bias = random({40}, at::kFloat, 3);
-  EXPECT_TRUE(near(norm(x, weight)[NormForward::y], at::rms_norm(x, {40}, weight, kEps)));
-  EXPECT_TRUE(
-      near(norm(x, weight, bias)[NormForward::y], at::layer_norm(x, {40}, weight, bias, kEps)));
 }
 
 TEST(NormOps, RoundBeforeTheWeightAsACastDoes) {

@@ -148,14 +148,6 @@ TEST_F(RefreshWeight, AnInPlaceWriteIsSeen) {
   EXPECT_TRUE(is_current());
 }
 
-TEST_F(RefreshWeight, AnotherTensorIsSeen) {
-  const Region region;
-  forward();
-  weight_ = random({8, 6}, at::kFloat, 7);
-  EXPECT_TRUE(forward());
-  EXPECT_TRUE(is_current());
-}
-
 TEST_F(RefreshWeight, AnotherTensorAtTheSameAddressIsSeen) {
   const Region region;
   alignas(64) float memory[48];
@@ -230,18 +222,6 @@ TEST_F(RefreshWeight, OtherArgumentsAreSeen) {
   EXPECT_EQ(refresh_counts().made, made + 2) << "epsilon 1 is not powers of two";
   EXPECT_TRUE(refresh(false, "fp8_e4m3:current:eps=100"));
   EXPECT_TRUE(refresh(true));
-}
-
-TEST_F(RefreshWeight, CodesAreMadeAgainWhenWritesWereSaid) {
-  const Region region;
-  forward();
-  EXPECT_FALSE(forward());
-  weight_.mutable_data_ptr<float>()[7] = 1000;
-  weights_changed();
-  say(Said::unchanged);
-  EXPECT_TRUE(forward());
-  say(Said::nothing);
-  EXPECT_TRUE(is_current());
 }
 
 TEST_F(RefreshWeight, AWriteThatMovesNoVersionIsSeen) {

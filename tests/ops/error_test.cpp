@@ -22,30 +22,6 @@ TEST(LinearErrors, FeaturesDoNotFit) {
                c10::ValueError, "got x of shape []");
 }
 
-TEST(BiasErrors, LengthDoesNotFit) {
-  EXPECT_ERROR(run({"bias"}, {random({2, 5})}, {random({4})}), c10::ValueError,
-               "bias: expected bias of shape [5]", "got [4]");
-}
-
-TEST(NormErrors, HiddenDoesNotFit) {
-  EXPECT_ERROR(run({"rms_norm"}, {random({2, 5})}, {random({4})}), c10::ValueError,
-               "rms_norm: expected weight of shape [5]", "got [4]");
-  EXPECT_ERROR(run({"layer_norm"}, {random({2, 5})}, {random({5}), random({4})}), c10::ValueError,
-               "layer_norm: expected bias of shape [5]", "got [4]");
-  EXPECT_ERROR(run({"rms_norm"}, {random({})}, {random({1})}), c10::ValueError,
-               "expected x with at least 1 dimension, got a scalar");
-}
-
-TEST(GluErrors, OddFeatures) {
-  EXPECT_ERROR(run({"swiglu"}, {random({2, 5})}, {}), c10::ValueError,
-               "glu: expected x with an even last dimension", "got [2, 5]");
-}
-
-TEST(AddErrors, ShapesDoNotFit) {
-  EXPECT_ERROR(run({"add_extra_input"}, {random({2, 5}), random({3})}, {}), c10::ValueError,
-               "add_extra_input: expected the extra input of the shape of x, [2, 5], got [3]");
-}
-
 TEST(ReshapeErrors, ElementsDoNotFit) {
   EXPECT_ERROR(run({R"(reshape {"options": {"shape": [3, 3]}})"}, {random({2, 5})}, {}),
                c10::ValueError,

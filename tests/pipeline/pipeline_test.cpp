@@ -27,20 +27,6 @@ Tensors mlp_params() {
 
 int64_t codes_made() { return kernel_ops::refresh_counts().made; }
 
-TEST(PipelineErrors, ComeWhereItIsMade) {
-  EXPECT_ERROR(Pipeline(R"([{"op": "softmax"}])"), c10::ValueError, "op: expected one of ",
-               "got \"softmax\"");
-}
-
-TEST(PipelineErrors, WrongNumberOfInputs) {
-  EXPECT_THAT(
-      [] {
-        const Tensors one{random({2, 4})};
-        Pipeline(ops_json({"add_extra_input"}))(one, {}, true);
-      },
-      ThrowsText<c10::ValueError>("pipeline: expected 2 inputs and 0 parameters, got 1 and 0"));
-}
-
 TEST(PipelineErrors, NobodyKeepsTheStateOfTheRecipe) {
   Pipeline pipeline(ops_json({"basic_linear"}));
   const Autocast region(true, DelayedScaling{});

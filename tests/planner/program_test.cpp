@@ -3,8 +3,6 @@
 
 #include <gmock/gmock.h>
 
-#include <thread>
-
 #include "planner/planner.h"
 #include "planner/registry.h"
 #include "support/plans.h"
@@ -63,22 +61,6 @@ TEST(PlanCache, TheKeyTellsWhatItWasMadeFrom) {
   EXPECT_EQ(key.tensor(2).device, at::Device(at::kCPU));
   EXPECT_TRUE(key.call().grad_mode);
   EXPECT_EQ(key.call().autocast_dtype, at::ScalarType::Undefined);
-}
-
-TEST(PlanCache, ThreadsGetOnePlan) {
-  Program program(description_of({"rms_norm", "basic_linear"}));
-  const Tensors tensors{leaf({2, 4}), leaf({4}), leaf({4, 4})};
-  const int64_t before = Program::plans_made();
-  std::vector<const Plan*> found(4);
-  std::vector<std::thread> threads;
-  for (size_t t = 0; t < found.size(); ++t)
-    threads.emplace_back([&, t] {
-      for (int repeat = 0; repeat < 100; ++repeat)
-        found[t] = program.plan_for(key_for(tensors)).get();
-    });
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_THAT(found, ::testing::Each(found[0]));
-  EXPECT_EQ(Program::plans_made(), before + 1);
 }
 
 /// One of as many descriptions as there are numbers.
@@ -149,13 +131,6 @@ TEST(PlanCache, OfManyKeysTheFirstAndTheRecentStay) {
   EXPECT_TRUE(later.expired());
   EXPECT_EQ(plan_of(0), first);
   EXPECT_EQ(program.plans().size(), 64u);
-}
-
-TEST(PlanCache, OneProgramPerDescription) {
-  const std::string text = description_of({"silu", "gelu"});
-  EXPECT_EQ(program_of(text), program_of(text));
-  EXPECT_EQ(program_of(text)->text(), text);
-  EXPECT_NE(program_of(text), program_of(description_of({"gelu", "silu"})));
 }
 
 }  // namespace
