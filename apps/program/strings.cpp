@@ -1,7 +1,5 @@
 #include "strings.h"
 
-#include <c10/util/StringUtil.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -23,7 +21,12 @@ std::string format(const char* pattern, ...) {
 }
 
 std::string join(const std::vector<std::string>& parts, std::string_view separator) {
-  return c10::Join(std::string(separator), parts);
+  std::string joined;
+  for (const std::string& part : parts) {
+    if (&part != &parts.front()) joined += separator;
+    joined += part;
+  }
+  return joined;
 }
 
 std::vector<std::string> split(std::string_view text, char separator) {

@@ -2,7 +2,6 @@
 
 #include <pybind11/stl.h>
 
-#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -21,16 +20,16 @@ namespace {
 /// The name of a channel, or None.
 using Channel = std::optional<std::string>;
 
-OpEntry op_entry(std::string op, std::string label,
-                 const std::map<std::string, OptionValue>& options, std::vector<size_t> params,
-                 std::vector<size_t> joins, std::vector<size_t> main_grads, size_t deferred,
-                 size_t given, const std::vector<Channel>& extra_inputs,
+OpEntry op_entry(std::string op, std::string label, const py::dict& options,
+                 std::vector<size_t> params, std::vector<size_t> joins,
+                 std::vector<size_t> main_grads, size_t deferred, size_t given,
+                 const std::vector<Channel>& extra_inputs,
                  const std::vector<std::pair<Channel, bool>>& extra_outputs, bool in_place,
                  const std::optional<std::tuple<uint32_t, uint32_t, uint32_t>>& state,
                  std::string instance, bool recompute, bool keeps_dtype) {
   OpEntry entry{.op = std::move(op),
                 .label = std::move(label),
-                .options = {options.begin(), options.end()},
+                .options = options_of(options),
                 .params = std::move(params),
                 .joins = std::move(joins),
                 .main_grads = std::move(main_grads),
@@ -51,13 +50,28 @@ OpEntry op_entry(std::string op, std::string label,
 
 }  // namespace
 
+// pybind11's caster of variants depends on its version: 3.1 makes an int a double.
+OptionValues options_of(const py::dict& options) {
+  const auto converted = [](const py::handle& value) -> OptionValue {
+    if (PyBool_Check(value.ptr())) return value.cast<bool>();
+    if (PyLong_Check(value.ptr())) return value.cast<int64_t>();
+    if (PyFloat_Check(value.ptr())) return value.cast<double>();
+    if (PyUnicode_Check(value.ptr())) return value.cast<std::string>();
+    return value.cast<std::vector<int64_t>>();
+  };
+  OptionValues values;
+  for (const auto& [name, value] : options)
+    values.emplace_back(name.cast<std::string>(), converted(value));
+  return values;
+}
+
 void bind_description(py::module_& module) {
   py::class_<OpEntry>(module, "OpEntry")
       .def(py::init(&op_entry), py::kw_only(), py::arg("op"), py::arg("label") = "",
-           py::arg("options") = std::map<std::string, OptionValue>(),
-           py::arg("params") = std::vector<size_t>(), py::arg("joins") = std::vector<size_t>(),
-           py::arg("main_grads") = std::vector<size_t>(), py::arg("deferred") = 0,
-           py::arg("given") = 0, py::arg("extra_inputs") = std::vector<Channel>(),
+           py::arg("options") = py::dict(), py::arg("params") = std::vector<size_t>(),
+           py::arg("joins") = std::vector<size_t>(), py::arg("main_grads") = std::vector<size_t>(),
+           py::arg("deferred") = 0, py::arg("given") = 0,
+           py::arg("extra_inputs") = std::vector<Channel>(),
            py::arg("extra_outputs") = std::vector<std::pair<Channel, bool>>(),
            py::arg("in_place") = false, py::arg("state") = py::none(), py::arg("instance") = "",
            py::arg("recompute") = false, py::arg("keeps_dtype") = false);

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -456,12 +455,11 @@ PYBIND11_MODULE(_C, module) {
                         bool training, int masks) { return self.verify(inputs, training, masks); });
   module.def(
       "quantize_slots",
-      [](const std::string& op, const std::map<std::string, OptionValue>& options) {
-        const SlotCount slots =
-            quantize_slots(op_def(op), OptionValues(options.begin(), options.end()));
+      [](const std::string& op, const py::dict& options) {
+        const SlotCount slots = quantize_slots(op_def(op), options_of(options));
         return std::pair(slots.forward, slots.backward);
       },
-      py::arg("op"), py::arg("options") = std::map<std::string, OptionValue>(),
+      py::arg("op"), py::arg("options") = py::dict(),
       "How many tensors a recipe quantizes for an op with these options, by direction.");
   module.def("resized_history", &resized_history);
   module.def("decomposable_ops", &kernel_ops::decomposable_ops,

@@ -32,13 +32,15 @@ struct Fp8Output {
 
 namespace cpu {
 
-/// max |x|, NaN skipped, infinities not; 0 for an empty x.
+/// max |x|, NaN skipped, infinities not, and whether x has NaN; 0 and false for an empty x. Rows
+/// that are made are written to y.
 Seen seen_in(const Input& x);
 
 /// Computes the amax of x, the scale from it, and codes = fp8_from_float(x * scale). Every target
 /// and thread count gives the same bits.
 ///
 /// Bytes:   reads x twice (the second time from cache where it fits), writes one byte per element.
+/// Limits:  x is no band, as the scale depends on the whole matrix.
 void quantize_current(const Input& x, const CurrentScaling& scaling, Fp8Output out);
 /// quantize_current of a matrix whose amax is known, with the same bits.
 void quantize_current_seen(ConstRows x, const Seen& seen, const CurrentScaling& scaling,

@@ -22,7 +22,7 @@ struct Limits {
 };
 
 template <typename T>
-Limits limits() {
+Limits limits_of_type() {
   using Of = std::numeric_limits<T>;
   return {static_cast<double>(Of::max()), static_cast<double>(Of::epsilon()),
           static_cast<double>(Of::min())};
@@ -31,17 +31,17 @@ Limits limits() {
 Limits limits_of(at::ScalarType dtype) {
   switch (dtype) {
     case at::kHalf:
-      return limits<c10::Half>();
+      return limits_of_type<c10::Half>();
     case at::kBFloat16:
-      return limits<c10::BFloat16>();
+      return limits_of_type<c10::BFloat16>();
     case at::kFloat:
     case at::kComplexFloat:
-      return limits<float>();
+      return limits_of_type<float>();
     case at::kDouble:
     case at::kComplexDouble:
-      return limits<double>();
+      return limits_of_type<double>();
     default:
-      return {limits<double>().largest, 0, limits<double>().smallest_normal};
+      return {limits_of_type<double>().largest, 0, limits_of_type<double>().smallest_normal};
   }
 }
 

@@ -281,10 +281,15 @@ std::string write_ops(const std::vector<OpEntry>& ops) {
     TORCH_CHECK_VALUE(op.joins.empty() || op.main_grads.empty(), written.size(), ".", op.op,
                       ": expected no main_grad of a parameter that is several tensors, got one. "
                       "Return its gradient, or give one tensor.");
-    for (const auto& [name, value] : op.options)
-      if (const auto* text = std::get_if<std::string>(&value))
-        TORCH_CHECK_VALUE(is_utf8(*text), op.op, ": expected options in UTF-8, got ", name, " \"",
-                          shown(*text), "\". Encode it so.");
+    for (const auto& [name, value] : op.options) {
+      const auto* text = std::get_if<std::string>(&value);
+      TORCH_CHECK_VALUE(is_utf8(name) && (text == nullptr || is_utf8(*text)), op.op,
+                        ": expected options in UTF-8, got ", shown(name), " \"",
+                        text == nullptr ? "" : shown(*text), "\". Encode it so.");
+      const auto* number = std::get_if<double>(&value);
+      TORCH_CHECK_VALUE(number == nullptr || std::isfinite(*number), op.op, ": expected option ",
+                        name, " to be a finite number, got ", *number, ". Give another one.");
+    }
     json& entry = written.emplace_back(json{{"op", op.op}, {"params", op.params}});
     entry["options"] = json_of(op.options);
     TORCH_CHECK_VALUE(entry["options"].size() == op.options.size(), op.op,

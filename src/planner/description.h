@@ -142,8 +142,8 @@ TANDEM_API void check_memory_budget(double bytes_per_row);
 /// parameter that an op names, in the order of the ops; then the deferred tensors of each op; then
 /// its given tensors.
 ///
-/// Throws: c10::ValueError for a channel, an option or another text that is not UTF-8, which JSON
-///         cannot hold, and for a main_grad of a parameter that is several tensors.
+/// Throws: c10::ValueError for a text that is not UTF-8, a number that is not finite, an option
+///         that is given twice, and for a main_grad of a parameter that is several tensors.
 TANDEM_API std::string write_ops(const std::vector<OpEntry>& ops);
 
 /// The description of `ops` (from write_ops) under a recipe, as JSON for parse_description. Pass a

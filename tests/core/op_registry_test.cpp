@@ -75,7 +75,7 @@ TEST(Signatures, AreReadIntoTheirStruct) {
   refused(R"({"share": true})", "cut: expected option share to be a number from 0 to 1, got true");
   refused(R"({"count": 10})",
           "cut: expected option count to be a whole number from 1 to 9, got 10");
-  refused(R"({"count": 18446744073709551615})", "to be a whole number from 1 to 9, got 1844674");
+  refused(R"({"count": 18446744073709551615})", "to be a whole number from 1 to 9, got 1.844674");
   refused(R"({"is_open": 1})", "cut: expected option is_open to be true or false, got 1");
   refused(R"({"side": "top"})",
           "expected option side to be one of \"left\", \"right\", got \"top\"");

@@ -114,6 +114,10 @@ TEST(DescriptionErrors, WhatCannotBeWritten) {
   EXPECT_ERROR(write_ops({{.op = "all_reduce", .options = {{"group", std::string("\xff")}}}}),
                c10::ValueError, "all_reduce: expected options in UTF-8, got group \"",
                "\". Encode it so.");
+  EXPECT_ERROR(write_ops({{.op = "dropout", .options = {{"\xff", true}}}}), c10::ValueError,
+               "dropout: expected options in UTF-8, got ? \"\". Encode it so.");
+  EXPECT_ERROR(write_ops({{.op = "dropout", .options = {{"p", std::nan("")}}}}), c10::ValueError,
+               "dropout: expected option p to be a finite number, got nan. Give another one.");
   EXPECT_ERROR(write_ops({{.op = "dropout", .options = {{"p", 0.1}, {"p", 0.2}}}}), c10::ValueError,
                "dropout: expected each option once, got one twice. ");
   EXPECT_ERROR(write_ops({{.op = "bias", .extra_inputs = {{.channel = "\xff"}}}}), c10::ValueError,

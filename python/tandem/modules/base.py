@@ -70,6 +70,7 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
 
     sequence_parallel = Fixed()
     _result_bias: ClassVar[str]  # the name of the last product's bias
+    rng_tracker_name: str | None = None
 
     def _construct(self, given: Mapping[str, Any]) -> None:
         """Builds the module from the arguments of its constructor, by name."""
@@ -80,6 +81,9 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         self.get_rng_state_tracker, self.rng_tracker_name = given["get_rng_state_tracker"], given.get("rng_tracker_name")
         self.name = given["name"]
         self.use_bias, self.return_bias = flag(name, "bias", given["bias"]), flag(name, "return_bias", given["return_bias"])
+        into_main_grad = flag(name, "fuse_wgrad_accumulation", given["fuse_wgrad_accumulation"])
+        is_delaying = flag(name, "delay_wgrad_compute", given["delay_wgrad_compute"])
+        self._check_main_grad(into_main_grad, given.get("parameters_split") is not None)
         self._joined_rows: dict[str, Rows] = {}
         taken = [(part, self._take(part, names, given["device"])) for part, names in self._parts(given)]
         if not self.use_bias and self._result_bias not in self._parameters:
@@ -89,7 +93,9 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         rows_of_parts = {each: size for parts in self._joined_rows.values() for each, size in parts.items()}
         self._join({operand: tuple(each) for operand, each in self._joined_rows.items()}, rows_of_parts)
         self._own(taken)
-        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = given["fuse_wgrad_accumulation"], given["delay_wgrad_compute"]
+        for part in self._products:
+            part.accumulate_into_main_grad = into_main_grad
+            self._delay(part, is_delaying)
         self._bring_together()
         self.reset_parameters()
         self.__dict__["_deferred"] = any(param.is_meta for param in self._parameters.values() if param is not None)
@@ -140,13 +146,16 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
     @fuse_wgrad_accumulation.setter
     def fuse_wgrad_accumulation(self, value: bool) -> None:
         value = flag(self._get_name(), "fuse_wgrad_accumulation", value)
-        if value and self._joined_rows:
+        self._check_main_grad(value, bool(self._joined_rows))
+        for part in self._products:
+            part.accumulate_into_main_grad = value
+
+    def _check_main_grad(self, into_main_grad: bool, is_split: bool) -> None:
+        if into_main_grad and is_split:
             raise ValueError(
                 f"{self._get_name()}: expected fuse_wgrad_accumulation=False with parameters_split, as a product adds to one main_grad, got True. Build "
                 "one module for each part."
             )
-        for part in self._products:
-            part.accumulate_into_main_grad = value
 
     @property
     def delay_wgrad_compute(self) -> bool:
@@ -157,9 +166,13 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
     def delay_wgrad_compute(self, value: bool) -> None:
         value = flag(self._get_name(), "delay_wgrad_compute", value)
         for part in self._products:
-            part.delay_wgrad_compute = value
-            for weight in part._weights() if value else ():  # reducers of gradients wait for `backward_dw` where a weight has this mark
-                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+            self._delay(part, value)
+
+    @staticmethod
+    def _delay(part: BasicLinear, value: bool) -> None:
+        part.delay_wgrad_compute = value
+        for weight in part._weights() if value else ():  # reducers of gradients wait for `backward_dw` where a weight has this mark
+            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     @property
     def _products(self) -> list[BasicLinear]:
@@ -297,7 +310,7 @@ class GroupsInside:
     def set_tensor_parallel_group(self: Any, tp_group: Any) -> None:
         """Replaces the process group of all modules inside, as `Linear.set_tensor_parallel_group` does."""
         for part in self.modules():
-            if isinstance(part, Module):
+            if part is not self and isinstance(part, (Module, GroupsInside)):
                 part.set_tensor_parallel_group(tp_group)
 
 
@@ -341,4 +354,3 @@ def check_group(op: str, group: Any, size: int) -> None:
     """Raises ValueError if `size` is not 1 and no group names the ranks."""
     if group is None and size != 1:
         raise ValueError(f"{op}: expected the ranks as tp_group, as tp_size is {size}, got None. Pass the process group, or tp_size=1.")
-

@@ -97,7 +97,7 @@ class LayerNormMLP(NormedModule):
         self.checkpoint = checkpoint
 
     def _parts_of_products(self, given: Mapping[str, Any]) -> Parts:
-        op, activation, options, group = self._get_name(), given["activation"], dict(given["activation_params"] or {}), given["tp_group"]
+        op, activation, options, group = self._get_name(), given["activation"], given["activation_params"] or {}, given["tp_group"]
         families = {kind: signature_of(kind).family for kind in _C.op_names()}
         if families.get(activation) not in ("activation", "glu"):
             known = ", ".join(kind for kind, family in families.items() if family in ("activation", "glu"))
@@ -115,7 +115,7 @@ class LayerNormMLP(NormedModule):
         inner = share(op, "ffn_hidden_size", positive(op, "ffn_hidden_size", given["ffn_hidden_size"]), ranks)
         wide = 2 * inner if families[activation] == "glu" else inner
         self.hidden_size, self.size_per_partition = hidden, inner
-        self.activation, self.activation_params = activation, options or None
+        self.activation, self.activation_params = activation, dict(options) or None
         self.set_parallel_mode, self.tp_size, self.sequence_parallel = together, ranks, sequence_parallel and ranks > 1
         self._inits = {"fc1_weight": given["init_method"], "fc2_weight": given["output_layer_init_method"]}
         made: dict[str, Any] = {"device": "meta", "dtype": given["params_dtype"]}

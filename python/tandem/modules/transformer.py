@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -194,7 +195,7 @@ class TransformerLayer(GroupsInside, torch.nn.Module):
         proj = attention._modules["proj"] if is_split else None
         made_of: tuple[Any, ...] = (attention, proj, modules["layernorm_mlp"], modules.get("layernorm"), self.hidden_dropout)
         tail = self._tail
-        if tail is None or tail.made_of != made_of:
+        if tail is None or not all(map(operator.is_, tail.made_of, made_of)):
             tail = self.__dict__["_tail"] = Tail(*made_of)
         if tail.training is not self.training:
             tail.train(self.training)
@@ -213,7 +214,12 @@ class TransformerLayer(GroupsInside, torch.nn.Module):
     layer_number = Of("self_attention", "`layer_number` of the attention.")
     self_attn_mask_type = Of("self_attention", "`attn_mask_type` of the attention.", "attn_mask_type")
     window_size = Of("self_attention", "`window_size` of the attention.")
-    attn_input_format = Of("self_attention", "`qkv_format` of the attention.", "qkv_format")
+
+    @property
+    def attn_input_format(self) -> str:
+        """`qkv_format` of the attention."""
+        form: str = self.self_attention.qkv_format
+        return form
 
     def _hidden_containers(self) -> dict[str, ops.Sequential]:
         """The pipeline that is no submodule, by its name in the report of `explain`."""

@@ -187,7 +187,7 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
     _depends_on_training: ClassVar[bool] = False
     _keeps_dtype = False  # whether a norm or an activation computes in the dtype of x, whatever torch.autocast says
     _call_buffers: ClassVar[Mapping[str, str]] = {}  # keyword arguments that are tensors to write, and the option that declares each
-    _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # flags besides options on which plans depend
+    _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # attributes besides options on which plans depend; flags unless the class checks them itself
     _shown_names: ClassVar[tuple[str, ...] | None] = None  # attributes in the op's text; None: its options
 
     def __init__(self) -> None:
@@ -350,7 +350,7 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
 
     def extra_repr(self) -> str:
         names = self._option_names if self._shown_names is None else self._shown_names
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names) or super().extra_repr()
 
     @property
     def instance_id(self) -> str:

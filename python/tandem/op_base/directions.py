@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -49,9 +50,9 @@ def description_of(entries: list[_C.OpEntry], recipe: str = "null", *, training:
 
 @functools.lru_cache(maxsize=256)
 def _description(
-    kind: str, options: tuple[tuple[str, Any], ...], params: int, joins: tuple[int, ...], recipe: str, training: bool, in_place: bool, fusions_version: int
+    kind: str, options: str, params: int, joins: tuple[int, ...], recipe: str, training: bool, in_place: bool, fusions_version: int
 ) -> str:
-    entry = _C.OpEntry(op=kind, options=dict(options), params=list(range(params)), joins=list(joins), in_place=in_place)
+    entry = _C.OpEntry(op=kind, options=json.loads(options), params=list(range(params)), joins=list(joins), in_place=in_place)
     return description_of([entry], recipe, training=training, fusions_version=fusions_version)
 
 
@@ -237,7 +238,7 @@ class DirectionsMixin:
                 f"{self._get_name()}: expected a recipe without a state where an op of the library is called by its parts, got one that keeps amaxes. "
                 "Call the op in a pipeline, or use Float8CurrentScaling."
             )
-        options = tuple(self._options().items())
+        options = json.dumps(self._options(), sort_keys=True)  # unlike the values, texts tell -0.0 from 0.0
         in_place = getattr(self, "in_place", False)
         return _description(self._kind, options, params, self._joins, recipe, call.training, in_place, _C.fusions_version())
 

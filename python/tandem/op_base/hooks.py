@@ -21,9 +21,15 @@ OF_ALL_MODULES = (
 
 def any_of_all_modules() -> bool:
     """Whether hooks are registered for all modules."""
-    return any([bool(hooks) for hooks in OF_ALL_MODULES])
+    for hooks in OF_ALL_MODULES:
+        if hooks:
+            return True
+    return False
 
 
 def any_of(module: torch.nn.Module) -> bool:
     """Whether a module has hooks of its own."""
-    return any([bool(getattr(module, field)) for field in OF_A_MODULE])
+    for field in OF_A_MODULE:
+        if getattr(module, field):
+            return True
+    return False

@@ -190,8 +190,8 @@ class Prepared:
                     f"{self.basic_ops[index]._get_name()}: expected weights that are alike in requires_grad, overwrite_main_grad, "
                     f"grad_added_to_main_grad and zero_out_wgrad, as accumulate_into_main_grad=True asks, got {len(alike)} kinds. Set them for all."
                 )
-        asked = [index for index in self._delaying if any(weight.requires_grad for weight in self.basic_ops[index]._weights())]
-        delayed = asked if torch.is_grad_enabled() else []
+        delaying = self._delaying if torch.is_grad_enabled() else ()
+        delayed = [index for index in delaying if any(weight.requires_grad for weight in self.basic_ops[index]._weights())]
         later = [self.basic_ops[index] for index in delayed if self.basic_ops[index].accumulate_into_main_grad]
         overwritten = [(type(module).__name__, getattr(module, name)) for (module, name), mode in zip(self.main_grad_places, found, strict=False) if mode and mode[1]]
         overwritten += [(op._get_name(), weight) for op in later for weight in op._weights() if weight.requires_grad and main_grad.is_overwritten(weight)]

@@ -63,7 +63,11 @@ class ReportingMixin:
                 If Graphviz' program `dot` is installed, it lays out pictures.
             profile: a torch.profiler.profile of calls, or a dict from names of steps to microseconds, which pictures show.
         """
-        found = _explained((("", run) for run in self._op_runs()), format, profile)
+
+        def runs() -> Iterator[tuple[str, OpRun]]:  # the container is prepared when this is iterated, behind the checks of arguments
+            yield from [("", run) for run in self._op_runs()]
+
+        found = _explained(runs(), format, profile)
         if not found:
             raise ValueError("explain: expected a container that has been called, got one without calls. Call it once with an input.")
         return found

@@ -65,7 +65,7 @@ def in_order(parts: Mapping[str, torch.Tensor], has_columns: bool) -> list[torch
     """The parts that `distinct` names, in the order of PARTS. With `has_columns` row codes are column codes too, unless there are separate ones."""
     found = [parts.get(name) for name in PARTS]
     if has_columns and found[3] is None:
-        found[3:] = found[:3]
+        found[3:5] = found[:2]
     return found
 
 

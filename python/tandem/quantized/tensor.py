@@ -209,7 +209,8 @@ class QuantizedTensor(torch.Tensor):
 
     def _of(self, parts: Mapping[str, torch.Tensor], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
         """A quantized tensor with this quantizer and other parts, by the names that `distinct` gives to those of this one."""
-        given = in_order(parts, self.columnwise_data is not None)
+        names = {id(part): name for name, part in distinct(self).items()}
+        given = [parts.get(names.get(id(getattr(self, name)), name)) for name in PARTS]
         return assembled(given, self.quantizer, dtype or self.dtype, self.shape if shape is None else shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

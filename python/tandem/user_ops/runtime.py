@@ -35,7 +35,8 @@ class Forward(NamedTuple):
     y: torch.Tensor
     extra_outputs: list[Tensors]  # for each covered op
     saved: Sequence[Any]  # tensors; for a forward fusion, a tuple of tensors for each covered op
-    fields: Any  # a _Fields for each covered op, which backward gets too; for a forward fusion a list of such tuples, or None, for each covered op
+    # What backward gets besides: a _Fields for each covered op. The ops of a forward fusion have backwards of their own: for each op a list of these, or None.
+    fields: Any
 
 
 _Like = tuple[Sequence[int], torch.dtype, torch.device]  # what torch.zeros needs
@@ -72,8 +73,8 @@ class _Fields:
     context: OperationContext
     count: int  # number of tensors of the context
     ghost: Any  # None inside a fusion of both directions, which has ghosts of its own
-    y_like: _Like | None  # None inside a fusion, where only the fused op knows y
-    x_like: _Like | None  # None inside a fusion, where only the fused op knows x
+    y_like: _Like | None  # None inside a fusion, but for its last op
+    x_like: _Like | None  # None inside a fusion, but for its first op
     extra_likes: list[_Like | None]
     buffers: Tensors  # the tensors that replaced the op's buffers in a trace
     written_by: str  # name of the fusion whose forward ran instead of the op's own, or empty

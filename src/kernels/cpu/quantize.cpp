@@ -77,6 +77,7 @@ Extremes for_each_block_made(E, const MadeRows& made, const Body& body) {
       Stored* rows = y ? E::at(y.data, first * y.cols)
                        : reinterpret_cast<Stored*>(scratch(ScratchUse::made, block * y.cols));
       made.make(first, count, rows);
+      const ScopedFloatMode mode;
       body(rows, first * y.cols, count * y.cols, extremes);
     }
     shared.add(extremes);
@@ -96,7 +97,8 @@ Extremes for_each_run(E element, const Input& x, const Body& body) {
   const Pieces pieces(rows);
   SharedExtremes shared;
   parallel_for(0, static_cast<int64_t>(pieces.count), pieces.grain(),
-               [&](int64_t first, int64_t last) {
+               [&](int64_t first, int64_t last) HWY_ATTR {
+                 const ScopedFloatMode mode;
                  Extremes extremes;
                  for (auto i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i)
                    body(E::at(rows.data, i * pieces.distance), before + i * pieces.length,
@@ -120,7 +122,6 @@ Seen look_at_all(const Input& x) {
 template <Fp8Format kFormat, typename E>
 HWY_INLINE void quantize_run(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
                              float quant_scale, uint8_t* HWY_RESTRICT codes, Extremes& extremes) {
-  const ScopedFloatMode mode;
   for (size_t at = 0; at < count; at += kPart) {
     const size_t length = std::min(kPart, count - at);
     Extremes part;
