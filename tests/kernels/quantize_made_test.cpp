@@ -85,15 +85,15 @@ Seen in_bands(const MadeRows& copies, size_t together, const Take& take) {
 struct Written {
   std::array<std::vector<uint8_t>, 2> codes;
   std::array<std::vector<uint8_t>, 2> scales;  // as bytes
-  std::array<float, 2> numbers{-1.0f, -1.0f};
+  std::array<float, 3> numbers{-1.0f, -1.0f, -1.0f};
 
   template <typename T>
   T* scale(size_t i, size_t count) {
     scales[i].assign(count * sizeof(T), kUnwritten);
     return reinterpret_cast<T*>(scales[i].data());
   }
-  uint8_t* code(size_t i, ConstRows x) {
-    codes[i].assign(x.rows * x.cols, kUnwritten);
+  uint8_t* code(size_t i, size_t count) {
+    codes[i].assign(count, kUnwritten);
     return codes[i].data();
   }
   bool operator==(const Written& other) const {
@@ -102,17 +102,59 @@ struct Written {
   }
 };
 
-/// What is made, or the matrix itself where `made` is null.
-Input input_of(ConstRows x, const MadeRows* made) {
-  return made != nullptr ? Input(made) : Input(x);
+/// Of rows, columns and squares: the first two, or the last alone.
+std::array<Fp8BlockOutput, 3> block_outputs(ConstRows x, bool is_square, Written& to) {
+  std::array<Fp8BlockOutput, 3> out;
+  const auto add = [&](size_t place, Fp8BlockShape shape) {
+    out[static_cast<size_t>(shape)] = {
+        to.code(place, x.rows * x.cols),
+        to.scale<float>(place, kernels::fp8_block_scales(shape, x.rows, x.cols).size())};
+  };
+  add(0, is_square ? Fp8BlockShape::square : Fp8BlockShape::row);
+  if (!is_square) add(1, Fp8BlockShape::column);
+  return out;
 }
 
-class QuantizeMade : public ::testing::TestWithParam<int64_t> {
+Mxfp8Output mx_output(ConstRows x, MxDirection direction, Written& to) {
+  const auto place = static_cast<size_t>(direction);
+  return {to.code(place, x.rows * x.cols),
+          to.scale<uint8_t>(place, kernels::mx_scale_shape(direction, x.rows, x.cols).size())};
+}
+
+std::array<kernels::Fp4Output, 2> fp4_outputs(ConstRows x, Written& to) {
+  std::array<kernels::Fp4Output, 2> out;
+  for (const size_t i : {0u, 1u}) {
+    const auto direction = static_cast<kernels::Fp4Direction>(i);
+    out[i] = {to.code(i, kernels::fp4_code_shape(direction, x.rows, x.cols).size() + 1),
+              to.scale<uint8_t>(i, kernels::fp4_scale_shape(direction, x.rows, x.cols).size()),
+              &to.numbers[1 + i]};
+  }
+  return out;
+}
+
+/// Has `quantize(input, amax)` read the matrix, or, where it is made, what is made; or, where
+/// `together` is not 0, bands of so many rows that are made beside another matrix. Returns the
+/// amax.
+template <typename Quantize>
+float quantized(ConstRows x, const MadeRows* made, size_t together, const Quantize& quantize) {
+  if (made != nullptr && together != 0)
+    return in_bands(*made, together,
+                    [&](const Band& band) {
+                      Seen seen;
+                      quantize(band, &seen.amax);
+                      return seen;
+                    })
+        .amax;
+  float amax = 0;
+  quantize(made != nullptr ? Input(made) : Input(x), &amax);
+  return amax;
+}
+
+class QuantizeMade : public OnEachTarget {
  protected:
   /// `run(x, made, written)` quantizes what is made, or, where `made` is null, the matrix itself.
   template <typename Run>
   void expect_same_bits(const Run& run) {
-    const ScopedTarget target(GetParam());
     for (const int threads : {1, 3}) {
       const ScopedThreadPool pool(threads);
       for (const Element element : kElements)
@@ -142,71 +184,73 @@ class QuantizeMade : public ::testing::TestWithParam<int64_t> {
 };
 
 TEST_P(QuantizeMade, WithAScaleThatIsGiven) {
-  expect_same_bits([](ConstRows x, const MadeRows* made, Written& to) {
-    const Fp8Output out{to.code(0, x), &to.numbers[0], &to.numbers[1]};
-    kernels::cpu::quantize_delayed(input_of(x, made), Fp8Format::e5m2, 3.0f, out);
-  });
+  for (const size_t together : {0, 1, 128})
+    expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+      uint8_t* const codes = to.code(0, x.rows * x.cols);
+      const bool in_bands = made != nullptr && together != 0;
+      if (in_bands)  // bands write no scale: a matrix of no rows does
+        kernels::cpu::quantize_delayed({}, Fp8Format::e5m2, 3.0f,
+                                       {codes, &to.numbers[0], &to.numbers[1]});
+      to.numbers[1] = quantized(x, made, together, [&](const Input& input, float* amax) {
+        kernels::cpu::quantize_delayed(input, Fp8Format::e5m2, 3.0f,
+                                       {codes, in_bands ? nullptr : &to.numbers[0], amax});
+      });
+    });
 }
 
 TEST_P(QuantizeMade, InBlocksOf128) {
+  const Fp8BlockScaling scaling{Fp8Format::e4m3, 0.0f, false};
   for (const bool is_square : {false, true})
-    expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
-      const auto output = [&](size_t i, Fp8BlockShape shape) -> Fp8BlockOutput {
-        return {to.code(i, x),
-                to.scale<float>(i, kernels::fp8_block_scales(shape, x.rows, x.cols).size())};
-      };
-      Fp8BlockOutput row, column, square;
-      if (is_square) {
-        square = output(0, Fp8BlockShape::square);
-      } else {
-        row = output(0, Fp8BlockShape::row);
-        column = output(1, Fp8BlockShape::column);
-      }
-      const Fp8BlockScaling scaling{Fp8Format::e4m3, 0.0f, false};
-      kernels::cpu::fp8_block_quantize(input_of(x, made), scaling, row, column, square,
-                                       &to.numbers[0]);
-    });
+    for (const size_t together : {size_t{0}, kernels::kFp8Block}) {
+      if (together != 0 && !kernels::cpu::takes_bands_of_blocks()) continue;
+      expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+        const auto out = block_outputs(x, is_square, to);
+        to.numbers[0] = quantized(x, made, together, [&](const Input& input, float* amax) {
+          kernels::cpu::fp8_block_quantize(input, scaling, out[0], out[1], out[2], amax);
+        });
+      });
+    }
 }
 
 TEST_P(QuantizeMade, InMxBlocks) {
   for (const bool is_square : {false, true})
-    expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
-      std::array<Mxfp8Output, 2> out;
-      for (const size_t i : {0u, 1u}) {
-        const auto shape = kernels::mx_scale_shape(static_cast<MxDirection>(i), x.rows, x.cols);
-        out[i] = {to.code(i, x), to.scale<uint8_t>(i, shape.size())};
-      }
-      kernels::cpu::mxfp8_quantize(input_of(x, made), {Fp8Format::e4m3, is_square}, out[0], out[1],
-                                   &to.numbers[0]);
-    });
+    for (const size_t together : {0, 32, 128}) {
+      if (together != 0 && !kernels::cpu::takes_bands_of_blocks()) continue;
+      const auto format = together == 0 ? Fp8Format::e4m3 : Fp8Format::e5m2;
+      expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+        const Mxfp8Output row = mx_output(x, MxDirection::row, to),
+                          column = mx_output(x, MxDirection::column, to);
+        to.numbers[0] = quantized(x, made, together, [&](const Input& input, float* amax) {
+          kernels::cpu::mxfp8_quantize(input, {format, is_square}, row, column, amax);
+        });
+      });
+    }
 }
 
 TEST_P(QuantizeMade, OnlyOneDirectionOrOnlyTheAmax) {
   expect_same_bits([](ConstRows x, const MadeRows* made, Written& to) {
-    const auto shape = kernels::mx_scale_shape(MxDirection::column, x.rows, x.cols);
-    const Mxfp8Output column{to.code(1, x), to.scale<uint8_t>(1, shape.size())};
-    kernels::cpu::mxfp8_quantize(input_of(x, made), {}, {}, column, &to.numbers[0]);
-    kernels::cpu::fp8_block_quantize(input_of(x, made), {}, {}, {}, {}, &to.numbers[1]);
+    const Input input = made != nullptr ? Input(made) : Input(x);
+    const Mxfp8Output column = mx_output(x, MxDirection::column, to);
+    kernels::cpu::mxfp8_quantize(input, {}, {}, column, &to.numbers[0]);
+    kernels::cpu::fp8_block_quantize(input, {}, {}, {}, {}, &to.numbers[1]);
   });
 }
 
 TEST_P(QuantizeMade, WithAScaleOfItsOwn) {
-  const ScopedTarget target(GetParam());
   const Matrix x = Matrix::random(Element::bfloat16, 300, 700, 0, 5);
   Written expected, got;
   kernels::cpu::quantize_current(
       x.view(), {Fp8Format::e4m3, 0.0f, true},
-      {expected.code(0, x.view()), &expected.numbers[0], &expected.numbers[1]});
+      {expected.code(0, x.size()), &expected.numbers[0], &expected.numbers[1]});
   Matrix kept(Element::bfloat16, 300, 700);
   const MadeRows made = copies_of(x, &kept);
   kernels::cpu::quantize_current(&made, {Fp8Format::e4m3, 0.0f, true},
-                                 {got.code(0, x.view()), &got.numbers[0], &got.numbers[1]});
+                                 {got.code(0, x.size()), &got.numbers[0], &got.numbers[1]});
   EXPECT_TRUE(got == expected);
   EXPECT_EQ(kept.bits(), x.bits());
 }
 
 TEST_P(QuantizeMade, InFp4Blocks) {
-  const ScopedTarget target(GetParam());
   for (const kernels::Fp4Scaling& scaling :
        {kernels::Fp4Scaling{}, kernels::Fp4Scaling{.square_blocks = true},
         kernels::Fp4Scaling{.rotates_columns = true, .stochastic = true, .seed = 5, .offset = 2},
@@ -217,19 +261,8 @@ TEST_P(QuantizeMade, InFp4Blocks) {
             Matrix::random(element, static_cast<size_t>(rows), static_cast<size_t>(cols), 0, 11);
         Matrix kept(element, x.rows(), x.cols());
         const auto run = [&](Written& to, const Input& input) {
-          std::array<float, 2> amaxes{-1.0f, -1.0f};
-          std::array<kernels::Fp4Output, 2> out;
-          for (const size_t i : {0u, 1u}) {
-            const auto direction = static_cast<kernels::Fp4Direction>(i);
-            to.codes[i].assign(kernels::fp4_code_shape(direction, x.rows(), x.cols()).size() + 1,
-                               kUnwritten);
-            out[i] = {to.codes[i].data(),
-                      to.scale<uint8_t>(
-                          i, kernels::fp4_scale_shape(direction, x.rows(), x.cols()).size()),
-                      &amaxes[i]};
-          }
+          const auto out = fp4_outputs(x.view(), to);
           kernels::cpu::nvfp4_quantize(input, scaling, out[0], out[1], &to.numbers[0]);
-          to.numbers[1] = amaxes[0] + 2 * amaxes[1];
         };
         Written expected, got;
         const MadeRows made = copies_of(x, &kept);
@@ -240,93 +273,16 @@ TEST_P(QuantizeMade, InFp4Blocks) {
       }
 }
 
-TEST_P(QuantizeMade, InBandsBesideAnotherMatrixWithAScaleThatIsGiven) {
-  for (const size_t together : {size_t{1}, size_t{128}})
-    expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
-      const Fp8Output out{to.code(0, x), &to.numbers[0], &to.numbers[1]};
-      if (made == nullptr) return kernels::cpu::quantize_delayed(x, Fp8Format::e5m2, 3.0f, out);
-      kernels::cpu::quantize_delayed({}, Fp8Format::e5m2, 3.0f, out);  // of no rows: the scale
-      to.numbers[1] = in_bands(*made, together, [&](const Band& band) {
-                        Seen seen;
-                        kernels::cpu::quantize_delayed(band, Fp8Format::e5m2, 3.0f,
-                                                       {out.codes, nullptr, &seen.amax});
-                        return seen;
-                      }).amax;
-    });
-}
-
-TEST_P(QuantizeMade, InBandsBesideAnotherMatrixInBlocksOf128) {
-  {
-    const ScopedTarget target(GetParam());
-    if (!kernels::cpu::takes_bands_of_blocks()) GTEST_SKIP() << "vectors of one lane";
-  }
-  for (const bool is_square : {false, true})
-    expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
-      const auto output = [&](size_t i, Fp8BlockShape shape) -> Fp8BlockOutput {
-        return {to.code(i, x),
-                to.scale<float>(i, kernels::fp8_block_scales(shape, x.rows, x.cols).size())};
-      };
-      Fp8BlockOutput row, column, square;
-      if (is_square) {
-        square = output(0, Fp8BlockShape::square);
-      } else {
-        row = output(0, Fp8BlockShape::row);
-        column = output(1, Fp8BlockShape::column);
-      }
-      const Fp8BlockScaling scaling{Fp8Format::e4m3, 0.0f, false};
-      if (made == nullptr)
-        return kernels::cpu::fp8_block_quantize(x, scaling, row, column, square, &to.numbers[0]);
-      to.numbers[0] =
-          in_bands(*made, kernels::kFp8Block, [&](const Band& band) {
-            Seen seen;
-            kernels::cpu::fp8_block_quantize(band, scaling, row, column, square, &seen.amax);
-            return seen;
-          }).amax;
-    });
-}
-
-TEST_P(QuantizeMade, InBandsBesideAnotherMatrixInMxBlocks) {
-  {
-    const ScopedTarget target(GetParam());
-    if (!kernels::cpu::takes_bands_of_blocks()) GTEST_SKIP() << "vectors of one lane";
-  }
-  for (const bool is_square : {false, true})
-    for (const size_t together : {size_t{32}, size_t{128}})
-      expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
-        std::array<Mxfp8Output, 2> out;
-        for (const size_t i : {0u, 1u}) {
-          const auto shape = kernels::mx_scale_shape(static_cast<MxDirection>(i), x.rows, x.cols);
-          out[i] = {to.code(i, x), to.scale<uint8_t>(i, shape.size())};
-        }
-        const kernels::Mxfp8Scaling scaling{Fp8Format::e5m2, is_square};
-        if (made == nullptr)
-          return kernels::cpu::mxfp8_quantize(x, scaling, out[0], out[1], &to.numbers[0]);
-        to.numbers[0] = in_bands(*made, together, [&](const Band& band) {
-                          Seen seen;
-                          kernels::cpu::mxfp8_quantize(band, scaling, out[0], out[1], &seen.amax);
-                          return seen;
-                        }).amax;
-      });
-}
-
 TEST_P(QuantizeMade, OnceItsAmaxIsSeen) {
   const kernels::CurrentScaling scaling{Fp8Format::e4m3, 0.0f, true};
   expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
-    const Fp8Output out{to.code(0, x), &to.numbers[0], &to.numbers[1]};
+    const Fp8Output out{to.code(0, x.rows * x.cols), &to.numbers[0], &to.numbers[1]};
     if (made == nullptr) return kernels::cpu::quantize_current(x, scaling, out);
     const Seen seen = in_bands(*made, 1, kernels::cpu::seen_in);
     kernels::cpu::quantize_current_seen(x, seen, scaling, out);
   });
   expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
-    std::array<kernels::Fp4Output, 2> out;
-    std::array<float, 2> amaxes{};
-    for (const size_t i : {0u, 1u}) {
-      const auto direction = static_cast<kernels::Fp4Direction>(i);
-      to.codes[i].assign(kernels::fp4_code_shape(direction, x.rows, x.cols).size() + 1, kUnwritten);
-      out[i] = {to.codes[i].data(),
-                to.scale<uint8_t>(i, kernels::fp4_scale_shape(direction, x.rows, x.cols).size()),
-                &amaxes[i]};
-    }
+    const auto out = fp4_outputs(x, to);
     const kernels::Fp4Scaling four{.rotates_columns = true};
     if (made == nullptr) {
       kernels::cpu::nvfp4_quantize(x, four, out[0], out[1], &to.numbers[0]);
@@ -338,7 +294,6 @@ TEST_P(QuantizeMade, OnceItsAmaxIsSeen) {
 }
 
 TEST_P(QuantizeMade, RowsOfASumAreAskedForInOrderByOneThread) {
-  const ScopedTarget target(GetParam());
   const ScopedThreadPool pool(3);
   for (const auto& [rows, cols] :
        {std::pair{300, 5}, std::pair{1100, 700}, std::pair{1100, 3}, std::pair{5000, 70}}) {
@@ -384,8 +339,7 @@ TEST_P(QuantizeMade, RowsOfASumAreAskedForInOrderByOneThread) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, QuantizeMade, ::testing::ValuesIn(all_targets()),
-                         [](const auto& info) { return target_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Cpu, QuantizeMade, ::testing::ValuesIn(all_targets()), QuantizeMade::name);
 
 }  // namespace
 }  // namespace tandem::testing::kernels_quantize_made
