@@ -83,14 +83,15 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         self.use_bias, self.return_bias = flag(name, "bias", given["bias"]), flag(name, "return_bias", given["return_bias"])
         into_main_grad = flag(name, "fuse_wgrad_accumulation", given["fuse_wgrad_accumulation"])
         is_delaying = flag(name, "delay_wgrad_compute", given["delay_wgrad_compute"])
-        self._check_main_grad(into_main_grad, given.get("parameters_split") is not None)
         self._joined_rows: dict[str, Rows] = {}
-        taken = [(part, self._take(part, names, given["device"])) for part, names in self._parts(given)]
+        parts = self._parts(given)
+        self._check_main_grad(into_main_grad, given.get("parameters_split") is not None)
+        taken = [(part, self._take(part, names, given["device"])) for part, names in parts]
         if not self.use_bias and self._result_bias not in self._parameters:
             self._lack(self._result_bias, "bias=False", "bias=True")
         if self.use_bias and self.return_bias:  # no op adds this bias
             taken.pop()
-        rows_of_parts = {each: size for parts in self._joined_rows.values() for each, size in parts.items()}
+        rows_of_parts = {each: size for rows in self._joined_rows.values() for each, size in rows.items()}
         self._join({operand: tuple(each) for operand, each in self._joined_rows.items()}, rows_of_parts)
         self._own(taken)
         for part in self._products:

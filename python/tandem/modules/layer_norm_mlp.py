@@ -119,12 +119,13 @@ class LayerNormMLP(NormedModule):
         self.set_parallel_mode, self.tp_size, self.sequence_parallel = together, ranks, sequence_parallel and ranks > 1
         self._inits = {"fc1_weight": given["init_method"], "fc2_weight": given["output_layer_init_method"]}
         made: dict[str, Any] = {"device": "meta", "dtype": given["params_dtype"]}
+        first, second = BasicLinear(hidden, wide, **made), BasicLinear(inner, hidden, **made)
         first_bias: Parts = [(Bias(wide, **made), {"bias": "fc1_bias"})] if self.use_bias else []
         second_bias: Parts = [(Bias(hidden, **made), {"bias": "fc2_bias"})] if self.use_bias else []
         return [
-            *[*[(part, {}) for part in before], (BasicLinear(hidden, wide, **made), {"weight": "fc1_weight"}), *first_bias],
+            *[*[(part, {}) for part in before], (first, {"weight": "fc1_weight"}), *first_bias],
             (unit(**options), {}),
-            *[(BasicLinear(inner, hidden, **made), {"weight": "fc2_weight"}), *[(part, {}) for part in after], *second_bias],
+            *[(second, {"weight": "fc2_weight"}), *[(part, {}) for part in after], *second_bias],
         ]
 
     @property
