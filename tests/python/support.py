@@ -93,7 +93,8 @@ OPS = {
     "L2Normalization": (lambda *_, **__: ops.L2Normalization(eps=1e-3), lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-3)),
     **{kind.__name__: (lambda *_, kind=kind, **__: kind(), reference) for kind, reference in {**ACTIVATIONS, **GATED}.items()},
     "SiTUGLU with a factor": (lambda *_, **__: ops.SiTUGLU(beta1=2.0), of_halves(lambda a, b: situ(a, b, 2.0))),
-    "ClampedSwiGLU with a limit": (lambda *_, **__: ops.ClampedSwiGLU(limit=0.75), of_halves(lambda a, b: clamped_swiglu(a, b, 0.75))),
+    # No bfloat16 and no float16 is this limit, at which torch 2.14 has another gradient than torch 2.13.
+    "ClampedSwiGLU with a limit": (lambda *_, **__: ops.ClampedSwiGLU(limit=0.7501), of_halves(lambda a, b: clamped_swiglu(a, b, 0.7501))),
     "Identity": (lambda *_, **__: ops.Identity(), lambda x: x * 1),
     "Quantize": (lambda *_, **__: ops.Quantize(), lambda x: x * 1),
     "ConstantScale": (lambda *_, **__: ops.ConstantScale(-1.5), lambda x: x * -1.5),
