@@ -158,7 +158,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize("make", COMPILED)
-def test_units_compile(make):
+def test_units_compile(make, fresh_dynamo):
     op = make()
     given = [torch.randn(4, 16, requires_grad=True), torch.randn(4, requires_grad=True)][: 1 + op.num_extra_inputs]
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
