@@ -359,12 +359,10 @@ PythonOptions::Counts counts_of(const OpDef& def, const void* options) {
 
 /// The definition determines how many operands the op has.
 Options parse_python(const OpDef& def, const OptionValues& options) {
+  const auto* key = options.size() == 1 ? std::get_if<std::string>(&options[0].second) : nullptr;
+  TORCH_CHECK_VALUE(key && options[0].first == "key", "op options: expected a text \"key\" alone, ",
+                    "got ", options.size(), " options. Descriptions are made by the fronts.");
   auto parsed = std::make_shared<PythonOptions>();
-  const auto* key = options.size() == 1 && options[0].first == "key"
-                        ? std::get_if<std::string>(&options[0].second)
-                        : nullptr;
-  TORCH_CHECK_VALUE(key != nullptr, "op options: expected a text \"key\" alone, got ",
-                    options.size(), " options. Descriptions are made by the fronts.");
   parsed->key = *key;
   parsed->ops.push_back(counts_of(def, nullptr));
   return parsed;
@@ -571,9 +569,7 @@ std::vector<OpGroup> groups_from_python(Pass pass, const Description& descriptio
     auto refusal = item.attr("refusal").cast<Refusal>();
     if (!refusal) refusal = refuse_parts(description, first, last);
     if (refusal) {
-      auto refused = std::make_shared<Fusion>();
-      refused->name = name;
-      groups.push_back({first, last, std::move(refused), {}, std::move(refusal)});
+      groups.push_back({first, last, std::make_shared<Fusion>(Fusion{.name = name}), {}, refusal});
       continue;
     }
     auto options = std::make_shared<PythonOptions>();
