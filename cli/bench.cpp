@@ -6,15 +6,15 @@
 
 #include "bench_quantizers.h"
 #include "commands.h"
+#include "errors.h"
+#include "output.h"
 #include "pipeline_syntax.h"
 #include "plain_pipeline.h"
-#include "program/errors.h"
-#include "program/memory.h"
-#include "program/output.h"
-#include "program/progress.h"
-#include "program/strings.h"
+#include "progress.h"
+#include "saved_bytes.h"
+#include "strings.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 namespace {
 
@@ -176,4 +176,4 @@ void add_bench(CLI::App& tandem, Action& action) {
   add_flag(app, "--json", arguments->json, "print one JSON document");
 }
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

@@ -10,13 +10,13 @@
 #include <set>
 
 #include "kernel_ops/quantize/quantize.h"
+#include "output.h"
 #include "pipeline/op_call.h"
-#include "program/output.h"
-#include "program/recipes.h"
-#include "program/strings.h"
 #include "quantization/recipe.h"
+#include "recipes.h"
+#include "strings.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 namespace {
 
@@ -78,4 +78,4 @@ std::string bench_quantizers(int64_t rows, int64_t width, at::ScalarType dtype, 
   return json ? document.dump(1) + "\n" : text;
 }
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

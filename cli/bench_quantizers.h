@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 /// Returns the median seconds of each call.
 using Measure = std::function<std::vector<double>(const std::vector<std::function<void()>>&)>;
@@ -22,4 +22,4 @@ double total_bytes(std::span<const at::Tensor> tensors);
 std::string bench_quantizers(int64_t rows, int64_t width, at::ScalarType dtype, bool json,
                              const Measure& measure);
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

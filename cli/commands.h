@@ -1,8 +1,8 @@
 #pragma once
 
-#include "program/options.h"
+#include "options.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 /// Each function adds one command with its options to `app`; parsing the command sets `action`.
 void add_explain(CLI::App& app, Action& action);
@@ -18,4 +18,4 @@ void add_train(CLI::App& app, Action& action);
 /// test_train_without_its_program).
 int train(char** arguments);
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

@@ -12,12 +12,12 @@
 #include <thread>
 
 #include "commands.h"
-#include "program/errors.h"
-#include "program/files.h"
-#include "program/output.h"
-#include "program/strings.h"
+#include "errors.h"
+#include "files.h"
+#include "output.h"
+#include "strings.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 namespace {
 
@@ -72,8 +72,7 @@ std::vector<Finding> examine() {
   const std::vector<std::string> targets = cpu_targets();
   const bool openmp = at::hasOpenMP(), cuda = at::hasCUDA();
   std::error_code error;
-  const std::filesystem::path text = default_text();
-  const bool has_text = std::filesystem::exists(text, error);
+  const bool trains = std::filesystem::exists(program_folder() / "tandem-train", error);
   return {
       {"tandem", version()},
       torch_finding(),
@@ -95,8 +94,8 @@ std::vector<Finding> examine() {
        cuda ? ""
             : "Nothing is wrong: FP8 is emulated on the CPU. For a GPU, install a CUDA build of "
               "torch."},
-      {"text for tandem train", has_text ? text.string() : "missing", has_text,
-       has_text ? "" : "Pass a file of your own: tandem train --text FILE."},
+      {"tandem train", trains ? "installed" : "not installed", true,
+       trains ? "" : "Nothing is wrong: the trainer is a part of the Python package."},
   };
 }
 
@@ -139,4 +138,4 @@ void add_doctor(CLI::App& tandem, Action& action) {
   add_flag(app, "--json", *as_json, "print one JSON document");
 }
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

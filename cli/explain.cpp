@@ -2,13 +2,13 @@
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
+#include "errors.h"
+#include "files.h"
+#include "output.h"
 #include "pipeline_syntax.h"
-#include "program/errors.h"
-#include "program/files.h"
-#include "program/output.h"
-#include "program/strings.h"
+#include "strings.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 namespace {
 
@@ -85,4 +85,4 @@ void add_explain(CLI::App& tandem, Action& action) {
   add_flag(app, "--json", arguments->json, "the same as --format json");
 }
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

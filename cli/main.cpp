@@ -2,7 +2,7 @@
 
 #include "commands.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 namespace {
 
@@ -26,10 +26,10 @@ constexpr const char* kFooter =
 
 }  // namespace
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli
 
 int main(int argc, char** argv) {
-  using namespace tandem::apps;
+  using namespace tandem::cli;
   if (argc > 1 && std::string_view(argv[1]) == "train") return train(argv + 1);
   const auto fill = [](CLI::App& app, Action& action) {
     add_version(app);

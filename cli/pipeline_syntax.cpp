@@ -17,12 +17,12 @@
 #include <string_view>
 
 #include "core/op_def.h"
-#include "program/errors.h"
-#include "program/options.h"
-#include "program/recipes.h"
-#include "program/strings.h"
+#include "errors.h"
+#include "options.h"
+#include "recipes.h"
+#include "strings.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 namespace {
 
@@ -412,4 +412,4 @@ void backward(const std::vector<at::Tensor>& outputs) {
   torch::autograd::backward(outputs, gradients);
 }
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

@@ -10,7 +10,7 @@ namespace CLI {
 class App;
 }
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 /// An op as it is written on the command line: "linear:256:1024:nobias".
 struct OpText {
@@ -74,4 +74,4 @@ Workload make_workload(const PipelineArguments& arguments);
 /// Runs backward with a gradient of ones for every output.
 void backward(const std::vector<at::Tensor>& outputs);
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

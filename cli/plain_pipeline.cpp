@@ -13,7 +13,7 @@
 #include "kernel_ops/unit/activation.h"
 #include "ops/activation.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 namespace {
 
@@ -92,4 +92,4 @@ std::vector<at::Tensor> PlainPipeline::forward(const at::Tensor& x,
   return outputs;
 }
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

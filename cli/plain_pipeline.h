@@ -5,7 +5,7 @@
 #include "pipeline/pipeline.h"
 #include "pipeline_syntax.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 /// The ops of a workload as a user of libtorch would write them, one function after the other, with
 /// the workload's parameters: `tandem bench` compares with it. Quantize does nothing here. An op
@@ -33,4 +33,4 @@ class PlainPipeline {
   std::vector<BoundOp> ops_;
 };
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

@@ -3,11 +3,11 @@
 #include <optional>
 
 #include "commands.h"
+#include "errors.h"
+#include "output.h"
 #include "pipeline_syntax.h"
-#include "program/errors.h"
-#include "program/output.h"
 
-namespace tandem::apps {
+namespace tandem::cli {
 
 namespace {
 
@@ -55,4 +55,4 @@ void add_verify(CLI::App& tandem, Action& action) {
   add_flag(app, "--json", arguments->json, "print one JSON document");
 }
 
-}  // namespace tandem::apps
+}  // namespace tandem::cli

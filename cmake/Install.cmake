@@ -1,7 +1,7 @@
-# Install layout, relative to the prefix. In a wheel the prefix is site-packages/tandem and the programs go beside python.
+# Install layout, relative to the prefix. In a wheel the prefix is site-packages/tandem and the program goes beside python.
 #
-#   lib/libtandem.so   include/tandem/**.h   lib/cmake/tandem/*.cmake   bin/tandem   bin/tandem-train
-#   share/tandem/*, the data of `tandem train`   (wheel only: _C.<abi>.so)
+#   lib/libtandem.so   include/tandem/**.h   lib/cmake/tandem/*.cmake   bin/tandem
+#   (wheel only: _C.<abi>.so, the package tandem_train beside tandem, bin/tandem-train)
 #
 # Nothing installed names a folder of the build machine where torch lies beside tandem; elsewhere torch's folder is written down.
 include(CMakePackageConfigHelpers)
@@ -9,7 +9,6 @@ set(package_dir lib/cmake/tandem)
 if(SKBUILD)
   set(torch_rpath)
   set(program_dir ${SKBUILD_SCRIPTS_DIR})
-  set(data_dir ${SKBUILD_DATA_DIR}/share/tandem)
   set(python_lib lib/python${Python_VERSION_MAJOR}.${Python_VERSION_MINOR})
   foreach(packages site-packages dist-packages)  # Debian's own Python says dist-packages outside of a venv
     list(APPEND program_rpath $ORIGIN/../${python_lib}/${packages}/tandem/lib $ORIGIN/../${python_lib}/${packages}/torch/lib)
@@ -17,7 +16,6 @@ if(SKBUILD)
 else()
   set(torch_rpath ${TANDEM_TORCH_LIB_DIR})
   set(program_dir bin)
-  set(data_dir share/tandem)
   set(program_rpath $ORIGIN/../lib ${torch_rpath})
 endif()
 
@@ -34,10 +32,9 @@ endforeach()
 list(JOIN extension_folders "|" any_extension_folder)
 install(CODE "set(any_folder \"${any_extension_folder}\")")
 install(SCRIPT cmake/InstalledIncludes.cmake)
-if(TARGET programs)
-  set_target_properties(tandem_cli tandem_train PROPERTIES INSTALL_RPATH "${program_rpath}")
-  install(TARGETS tandem_cli tandem_train RUNTIME DESTINATION ${program_dir})
-  install(DIRECTORY data/ DESTINATION ${data_dir})
+if(TARGET tandem_cli)
+  set_target_properties(tandem_cli PROPERTIES INSTALL_RPATH "${program_rpath}")
+  install(TARGETS tandem_cli RUNTIME DESTINATION ${program_dir})
 endif()
 if(TARGET _C AND SKBUILD)
   set_target_properties(_C PROPERTIES INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")

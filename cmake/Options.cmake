@@ -2,7 +2,7 @@
 option(TANDEM_TESTS "Build the C++ tests" OFF)
 option(TANDEM_BENCHMARKS "Build the C++ benchmarks" OFF)
 option(TANDEM_PYTHON "Build the Python extension" ON)
-option(TANDEM_CLI "Build the programs: the command line tandem and the trainer tandem-train" ON)
+option(TANDEM_CLI "Build the command line, the program tandem" ON)
 option(TANDEM_WERROR "Treat warnings as errors (g++ 12 and clang++ 14)" OFF)
 option(TANDEM_SANITIZE "Build with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
 option(TANDEM_TSAN "Build with ThreadSanitizer" OFF)

@@ -44,8 +44,7 @@ LAYERS = [
     ["autograd"],
     ["pipeline"],
     ["front", "tandem", "bindings"],  # `tandem` is include/tandem
-    ["program"],  # apps/program
-    ["cli", "train"],  # apps/train
+    ["cli"],
 ]
 # The packages of python/tandem, lowest first.
 PACKAGES = ["quantized", "recipe", "regions", "op_base", "user_ops", "pipelines", "ops", "modules", "state", "backend", "compilers", "report"]
@@ -96,7 +95,7 @@ def check_sizes(root: Path, files: list[Path]) -> list[str]:
 def layer_of(path: Path) -> str | None:
     """The key in RANK of the layer to which a path, relative to the root, belongs."""
     parts = path.parts
-    if parts[0] in ("src", "include", "apps") and len(parts) > 2:
+    if parts[0] in ("src", "include") and len(parts) > 2:
         return folder_of("/".join(parts[1:]))
     return "cli" if parts[0] == "cli" else None
 

@@ -17,7 +17,7 @@ if [ ! -e "$folder/venv.made" ] || [ requirements-test.txt -nt "$folder/venv.mad
   touch "$folder/venv.made"
 fi
 cmake --preset release -B "$folder" -DPython_EXECUTABLE="$python" -DTANDEM_TESTS=OFF -DTANDEM_BENCHMARKS=OFF
-cmake --build "$folder" -j "$(jobs_count)" --target tandem _C programs
+cmake --build "$folder" -j "$(jobs_count)" --target tandem _C tandem_cli
 "$python" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
   --config-settings=build-dir="$folder" . </dev/null
 "$folder/venv/bin/tandem" doctor

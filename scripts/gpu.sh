@@ -13,7 +13,7 @@ mkdir -p "$folder"
 # TANDEM_FEW_KERNELS builds the CPU kernels in one form, because they are not tested here.
 options=(-DPython_EXECUTABLE="$python" -DTANDEM_TESTS=OFF -DTANDEM_BENCHMARKS=OFF -DTANDEM_FEW_KERNELS=ON)
 stage "configure" cmake --preset release -B "$folder" "${options[@]}"
-stage "build" cmake --build "$folder" -j "$(jobs_count)" --target tandem _C programs
+stage "build" cmake --build "$folder" -j "$(jobs_count)" --target tandem _C tandem_cli
 stage "package" "$python" -m pip install -qq --no-build-isolation --no-deps --upgrade --target "$folder/site" \
   --config-settings=build-dir="$folder" .
 stage "tests" env PYTHONPATH="$folder/site" "$python" -m pytest -q -p no:cacheprovider tests/python/test_cuda.py

@@ -139,4 +139,4 @@ def test_file_size_limit_is_told(tmp_path):
     assert_refused(done, told, command="tandem explain")
     done = train(tmp_path / "out", "--runs", "plain", check=False, preexec_fn=limit)
     assert done.returncode == 2 and "(File too large). Free some space or choose another folder." in done.stderr
-    assert not [name for name in os.listdir(tmp_path / "out") if name.endswith(".tandem-tmp")]
+    assert not [name for name in os.listdir(tmp_path / "out") if name.endswith(".tandem-part")]

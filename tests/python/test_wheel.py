@@ -67,8 +67,8 @@ print(mlp.verify(torch.randn(8, 64, requires_grad=True)).passed)
 
 
 def test_the_wheel_needs_no_library_of_the_machine_that_built_it(environment):
-    binaries = [*environment.rglob("tandem/**/*.so"), *(environment / "bin").glob("tandem*")]
-    assert len(binaries) == 4
+    binaries = [*environment.rglob("tandem/**/*.so"), environment / "bin" / "tandem"]
+    assert len(binaries) == 3
     for binary in binaries:
         for line in run("ldd", binary).splitlines():
             name, _, path = line.strip().partition(" => ")

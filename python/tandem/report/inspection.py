@@ -115,7 +115,7 @@ class Inspection:
         """A text table with one line for each tensor: amax and scale of the step with the least ratio of signal to noise, and the largest shares."""
         header = ("tensor", "format", "steps", "amax", "scale", "underflow", "saturation", "SNR, dB", "not finite")
         lines = [header]
-        for (name, role), rows in self._by_tensor().items():
+        for (name, role), rows in _by_tensor(self.rows).items():
             worst = min(rows, key=lambda row: row.signal_to_noise)
             scale = f"{worst.least_scale:.3g}" if worst.least_scale == worst.largest_scale else f"{worst.least_scale:.3g} to {worst.largest_scale:.3g}"
             shares = (f"{max(row.underflow for row in rows):.2%}", f"{max(row.saturation for row in rows):.2%}")
@@ -128,44 +128,50 @@ class Inspection:
             table.append("nothing was measured: no eager call quantized a tensor, and calls in code that torch.compile has compiled are not measured")
         return "\n".join(table)
 
-    def _by_tensor(self) -> dict[tuple[str, str], list[Watched]]:
-        tensors: dict[tuple[str, str], list[Watched]] = {}
-        for row in self.rows:
-            tensors.setdefault((row.name, row.role), []).append(row)
-        return tensors
-
     def svg(self) -> str:
         """A picture as SVG: the ratio of signal to noise in dB of each tensor, step by step, with red dots for steps in which it saturates."""
-        tensors = self._by_tensor()
-        steps = 1 + max((row.step for row in self._rows), default=0)
-        left, right, line, top = 330, 300, 30, 34
-        place = lambda step: left + right * (step + 0.5) / steps  # noqa: E731
-        height = lambda row: 22 * min(max(row.signal_to_noise, 0.0), 60.0) / 60 if math.isfinite(row.signal_to_noise) else 22.0  # noqa: E731
-        parts = [f'<text x="{left}" y="20" class="head">signal to noise, 0 to 60 dB, over {steps} steps</text>']
-        for index, ((name, role), rows) in enumerate(tensors.items()):
-            base = top + line * (index + 1) - 4
-            worst = min(rows, key=lambda row: row.signal_to_noise)
-            points = " ".join(f"{place(row.step):.1f},{base - height(row):.1f}" for row in rows)
-            parts.append(f'<text x="8" y="{base - 6}">{html.escape(name)}: {role}</text>')
-            parts.append(f'<line x1="{left}" x2="{left + right}" y1="{base}" y2="{base}" class="axis"/><polyline points="{points}"/>')
-            parts += [
-                f'<circle cx="{place(row.step):.1f}" cy="{base - height(row):.1f}" r="{4 if row.saturation else 2}" class="{"bad" if row.saturation else "good"}">'
-                f"<title>step {row.step}: {row.signal_to_noise:.1f} dB, saturation {row.saturation:.2%}, underflow {row.underflow:.2%}, amax {row.amax:.3g}"
-                "</title></circle>"
-                for row in rows
-            ]
-            parts.append(f'<text x="{left + right + 12}" y="{base - 6}">worst {worst.signal_to_noise:.1f} dB</text>')
-        style = (
-            "text{font:12px sans-serif;fill:#222}.head{font-weight:bold}.axis{stroke:#ccc}polyline{fill:none;stroke:#36c}.good{fill:#36c}.bad{fill:#c22}"
-        )
-        size = f'width="{left + right + 130}" height="{top + line * len(tensors) + 10}"'
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{"".join(parts)}</svg>'
+        return picture(self.rows)
 
     def _repr_svg_(self) -> str:
         return self.svg()
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _by_tensor(rows: list[Watched]) -> dict[tuple[str, str], list[Watched]]:
+    tensors: dict[tuple[str, str], list[Watched]] = {}
+    for row in rows:
+        tensors.setdefault((row.name, row.role), []).append(row)
+    return tensors
+
+
+def picture(rows: list[Watched]) -> str:
+    """A picture of measurements as SVG, as `Inspection.svg` draws it."""
+    tensors = _by_tensor(rows)
+    steps = 1 + max((row.step for row in rows), default=0)
+    left, right, line, top = 330, 300, 30, 34
+    place = lambda step: left + right * (step + 0.5) / steps  # noqa: E731
+    height = lambda row: 22 * min(max(row.signal_to_noise, 0.0), 60.0) / 60 if math.isfinite(row.signal_to_noise) else 22.0  # noqa: E731
+    parts = [f'<text x="{left}" y="20" class="head">signal to noise, 0 to 60 dB, over {steps} steps</text>']
+    for index, ((name, role), found) in enumerate(tensors.items()):
+        base = top + line * (index + 1) - 4
+        worst = min(found, key=lambda row: row.signal_to_noise)
+        points = " ".join(f"{place(row.step):.1f},{base - height(row):.1f}" for row in found)
+        parts.append(f'<text x="8" y="{base - 6}">{html.escape(name)}: {role}</text>')
+        parts.append(f'<line x1="{left}" x2="{left + right}" y1="{base}" y2="{base}" class="axis"/><polyline points="{points}"/>')
+        parts += [
+            f'<circle cx="{place(row.step):.1f}" cy="{base - height(row):.1f}" r="{4 if row.saturation else 2}" class="{"bad" if row.saturation else "good"}">'
+            f"<title>step {row.step}: {row.signal_to_noise:.1f} dB, saturation {row.saturation:.2%}, underflow {row.underflow:.2%}, amax {row.amax:.3g}"
+            "</title></circle>"
+            for row in found
+        ]
+        parts.append(f'<text x="{left + right + 12}" y="{base - 6}">worst {worst.signal_to_noise:.1f} dB</text>')
+    style = (
+        "text{font:12px sans-serif;fill:#222}.head{font-weight:bold}.axis{stroke:#ccc}polyline{fill:none;stroke:#36c}.good{fill:#36c}.bad{fill:#c22}"
+    )
+    size = f'width="{left + right + 130}" height="{top + line * len(tensors) + 10}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{"".join(parts)}</svg>'
 
 
 def _collect() -> None:
