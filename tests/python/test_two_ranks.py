@@ -143,7 +143,7 @@ def check_case(rank: int, size: int, mesh: DeviceMesh, r: random.Random) -> None
     parallel, way = wrapped(r, model, mesh)
     told = f"{plain}, {way}, {dtype}, recipe {low}"
     shape = (ROWS, 1, HIDDEN) if "Attention" in told or "Transformer" in told else (ROWS, HIDDEN)
-    optimizers = [torch.optim.SGD([p for p in of.parameters() if p.requires_grad], lr=0.1) for of in (plain, parallel)]
+    optimizers = [torch.optim.SGD([p for p in of.parameters() if p.requires_grad], lr=0.01) for of in (plain, parallel)]
     for _ in range(STEPS):
         of_ranks = [given(extras, shape, dtype) for _ in range(size)]
         x, grad, *others = of_ranks[rank]
@@ -190,7 +190,7 @@ def check_dtensors(rank: int, size: int, mesh: DeviceMesh, r: random.Random) -> 
     parallel = parallelize_module(model, mesh, plan_of(model)) if has_plan else distribute_module(model, mesh)
     placement = [r.choice((Shard(0), Replicate()))]
     told = f"{plain} of DTensors, {'plan' if has_plan else placement}"
-    optimizers = [torch.optim.SGD([p for p in of.parameters() if p.requires_grad], lr=0.1) for of in (plain, parallel)]
+    optimizers = [torch.optim.SGD([p for p in of.parameters() if p.requires_grad], lr=0.01) for of in (plain, parallel)]
     for _ in range(STEPS):
         whole = given(extras, (ROWS, 1, HIDDEN) if has_plan else (ROWS * size, HIDDEN), torch.float32)
         x, grad, *others = whole
