@@ -73,7 +73,7 @@ void add_explain(CLI::App& tandem, Action& action) {
   const auto arguments = std::make_shared<ExplainArguments>();
   CLI::App& app = add_command(tandem, "explain",
                               "Run a pipeline once and print its plan: steps of forward "
-                              "and backward, what is kept, and why what fused or not.",
+                              "and backward, what is kept, and which fusions were made or refused.",
                               op_list_help() + kExplainExamples, action, [arguments] {
                                 if (arguments->json) arguments->format = "json";
                                 return explain(*arguments);

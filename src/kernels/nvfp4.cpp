@@ -138,7 +138,7 @@ Fp4TensorScale::Fp4TensorScale(float amax_of_tensor, float largest_scale)
   volatile float s = 1.0f;
   if ((std::bit_cast<uint32_t>(amax) & 0x7FFFFFFF) != 0)
     s = std::min(cpu::divide(divisor, amax), FLT_MAX);
-  if (s == 0) s = 1.0f;
+  if (s == 0) s = 1.0f;  // the amax is infinite
   scale = s;
   per_amax = s * (1.0f / 6.0f);
   inverse = cpu::divide(1.0f, s);

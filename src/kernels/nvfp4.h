@@ -135,7 +135,8 @@ namespace cpu {
 ///                  +--> amax of x
 ///
 /// A block with a NaN has the scale 0x7F and decodes to NaN, because its codes cannot represent
-/// NaN. Stochastic rounding is that of cast_reference. The index of an element is its index in the
+/// NaN. With an infinity in x every number decodes to an infinity, or to NaN where its code is 0.
+/// Stochastic rounding is that of cast_reference. The index of an element is its index in the
 /// padded operand, for columns in the transposed one, and the direction is the last word of the
 /// counter.
 ///

@@ -6,8 +6,8 @@
 
 namespace tandem::kernels {
 
-/// scale = format max / amax, with rules for an amax of 0, infinity or NaN, and for overflow: `big`
-/// replaces an infinite scale.
+/// scale = format max / amax; 1 for an amax of 0, infinity or NaN. `big` replaces an infinite
+/// scale.
 float scale_from_amax(float amax, Fp8Format format, float eps, bool power_of_two, float big);
 
 /// Options of a scale from the tensor's own amax.

@@ -82,7 +82,7 @@ class OneProduct(Module):
         Args:
             inp: x [..., in_features], of the dtype of the parameters outside of `torch.autocast`. Another dtype raises TypeError.
             is_first_microbatch: declares whether weights changed since the last call. None: the module finds out. True: they changed, and are
-                quantized. False: they did not, and their codes are reused without a comparison. With `fuse_wgrad_accumulation` True also makes
+                quantized. False: they did not, and bytes are not compared unless a version or an optimizer step differs. With `fuse_wgrad_accumulation` True also makes
                 gradients overwrite main_grad.
             fp8_output, fp8_grad: False; other values raise NotImplementedError.
         """

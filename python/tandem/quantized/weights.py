@@ -130,7 +130,7 @@ def in_microbatch(is_first: bool | None) -> contextlib.AbstractContextManager[No
 def weights_changed() -> None:
     """Declares that parameters were written without a change of version or a `torch.optim` step, such as through `.data` or by a collective.
 
-    All kept codes are then recomputed. On an accelerator call it after each such write. On the CPU, where bytes of weights are compared, it is needed
-    only in a block of `weights_unchanged` or before a call with `is_first_microbatch=False`."""
+    On an accelerator all kept codes are then recomputed: call it after each such write. On the CPU bytes are then compared again, which a block of
+    `weights_unchanged` or a call with `is_first_microbatch=False` leaves out; elsewhere they are compared in any case."""
     _C.weights_changed()
 
