@@ -1,9 +1,9 @@
-#include "fusions/activation.h"
+#include "kernel_ops/unit/activation.h"
 
 #include "core/call.h"
+#include "core/fusion.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/elementwise/elementwise.h"
-#include "kernel_ops/unit/activation.h"
 #include "ops/activation.h"
 #include "tandem/op_options.h"
 
@@ -117,22 +117,22 @@ void scale_and_quantize(Call& call) {
 
 }  // namespace
 
-const Fusion kActivationQuantize = unit<false>(
+extern const Fusion kActivationQuantize = unit<false>(
     "activation_quantize", "activation", "z -> act -> y (if demanded) -> codes, scales, amax");
-const Fusion kGluQuantize = unit<false>(
+extern const Fusion kGluQuantize = unit<false>(
     "glu_quantize", "glu", "z = [a, b] -> act(a) b -> y (if demanded) -> codes, scales, amax");
-const Fusion kBiasActivation =
+extern const Fusion kBiasActivation =
     unit<true>("bias_activation", "activation",
                "x + bias -> z (if demanded) -> act -> y (if demanded) (-> codes, scales, amax)");
-const Fusion kBiasGlu = unit<true>(
+extern const Fusion kBiasGlu = unit<true>(
     "bias_glu", "glu",
     "x + bias -> z = [a, b] (if demanded) -> act(a) b -> y (if demanded) (-> codes, scales, "
     "amax)");
 
-const Fusion kActivationBackward = backward("activation_backward", "activation.backward");
-const Fusion kGluBackward = backward("glu_backward", "glu.backward");
+extern const Fusion kActivationBackward = backward("activation_backward", "activation.backward");
+extern const Fusion kGluBackward = backward("glu_backward", "glu.backward");
 
-const Fusion kBiasBackwardQuantize{
+extern const Fusion kBiasBackwardQuantize{
     .name = "bias_backward_quantize",
     .pass = Pass::backward,
     .pattern = {"bias.grad_bias", PatternStep(StepKind::quantize).through("grad_y", "x")},
@@ -143,7 +143,7 @@ const Fusion kBiasBackwardQuantize{
     .picture = "grad_y -> sum over rows -> grad_bias; grad_y -> codes, scales, amax",
 };
 
-const Fusion kScaleBackwardQuantize{
+extern const Fusion kScaleBackwardQuantize{
     .name = "scale_backward",
     .pass = Pass::backward,
     .pattern =

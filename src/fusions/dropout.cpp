@@ -1,6 +1,5 @@
-#include "fusions/dropout.h"
-
 #include "core/call.h"
+#include "core/fusion.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/elementwise/elementwise.h"
 #include "tandem/op_options.h"
@@ -55,7 +54,7 @@ PatternStep add() {
 
 }  // namespace
 
-const Fusion kBiasDropoutAdd{
+extern const Fusion kBiasDropoutAdd{
     .name = "bias_dropout_add",
     .pattern = {"bias", "dropout", add()},
     .run = {.reads = {{0, "x"}, {1, "seed"}, {2, "extra"}, {0, "bias"}},
@@ -66,7 +65,7 @@ const Fusion kBiasDropoutAdd{
     .picture = "x -> + bias -> dropout -> + extra -> y",
 };
 
-const Fusion kDropoutAdd{
+extern const Fusion kDropoutAdd{
     .name = "dropout_add",
     .pattern = {"dropout", add()},
     .run = {.reads = {{0, "x"}, {0, "seed"}, {1, "extra"}},
@@ -77,7 +76,7 @@ const Fusion kDropoutAdd{
     .picture = "x -> dropout -> + extra -> y",
 };
 
-const Fusion kDropoutBackward{
+extern const Fusion kDropoutBackward{
     .name = "dropout_backward",
     .pass = Pass::backward,
     .pattern =

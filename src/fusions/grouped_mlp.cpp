@@ -1,9 +1,8 @@
-#include "fusions/grouped_mlp.h"
-
 #include <array>
 #include <optional>
 
 #include "core/call.h"
+#include "core/fusion.h"
 #include "kernel_ops/framework/shapes.h"
 #include "kernel_ops/unit/activation.h"
 #include "ops/activation.h"
@@ -588,13 +587,13 @@ Fusion with_scaled_glu(Pass pass) {
 
 }  // namespace
 
-const Fusion kGroupedMlpActivation = with_activation(Pass::joint);
-const Fusion kGroupedMlpGlu = with_glu(Pass::joint);
-const Fusion kGroupedMlpScaledActivation = with_scaled_activation(Pass::joint);
-const Fusion kGroupedMlpScaledGlu = with_scaled_glu(Pass::joint);
-const Fusion kGroupedMlpActivationForward = with_activation(Pass::forward);
-const Fusion kGroupedMlpGluForward = with_glu(Pass::forward);
-const Fusion kGroupedMlpScaledActivationForward = with_scaled_activation(Pass::forward);
-const Fusion kGroupedMlpScaledGluForward = with_scaled_glu(Pass::forward);
+extern const Fusion kGroupedMlpActivation = with_activation(Pass::joint);
+extern const Fusion kGroupedMlpGlu = with_glu(Pass::joint);
+extern const Fusion kGroupedMlpScaledActivation = with_scaled_activation(Pass::joint);
+extern const Fusion kGroupedMlpScaledGlu = with_scaled_glu(Pass::joint);
+extern const Fusion kGroupedMlpActivationForward = with_activation(Pass::forward);
+extern const Fusion kGroupedMlpGluForward = with_glu(Pass::forward);
+extern const Fusion kGroupedMlpScaledActivationForward = with_scaled_activation(Pass::forward);
+extern const Fusion kGroupedMlpScaledGluForward = with_scaled_glu(Pass::forward);
 
 }  // namespace tandem::fusions

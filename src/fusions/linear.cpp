@@ -1,8 +1,7 @@
-#include "fusions/linear.h"
-
 #include <algorithm>
 
 #include "core/call.h"
+#include "core/fusion.h"
 #include "core/overlap.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/elementwise/elementwise.h"
@@ -202,7 +201,7 @@ Refusal refuse_backward_scale(const Match& match) {
 
 }  // namespace
 
-const Fusion kLinearSum{
+extern const Fusion kLinearSum{
     .name = "linear",
     .pattern = {"basic_linear", PatternStep("bias").optional("_bias"),
                 PatternStep("constant_scale").optional("_scale"),
@@ -217,16 +216,16 @@ const Fusion kLinearSum{
     .picture = "x, weight -> (factor *) product (-> + (factor *) bias) (-> + extra) -> y",
 };
 
-const Fusion kLinearActivation = activated(
+extern const Fusion kLinearActivation = activated(
     "activation", "_activation",
     "x, weight -> product (-> + bias) -> z (if demanded) -> act -> y (if demanded) (-> codes, "
     "scales, amax)");
-const Fusion kLinearGlu = activated(
+extern const Fusion kLinearGlu = activated(
     "glu", "_glu",
     "x, weight -> product (-> + bias) -> z = [a, b] (if demanded) -> act(a) b -> y (if demanded) "
     "(-> codes, scales, amax)");
 
-const Fusion kLinearBackwardAdd{
+extern const Fusion kLinearBackwardAdd{
     .name = "linear_backward_add",
     .pass = Pass::backward,
     .pattern = {"basic_linear.grad_x", StepKind::add},
@@ -237,7 +236,7 @@ const Fusion kLinearBackwardAdd{
     .picture = "grad_y, weight, grad_residual -> product + grad_residual -> grad_x",
 };
 
-const Fusion kLinearBackwardScale{
+extern const Fusion kLinearBackwardScale{
     .name = "linear_backward_scale",
     .pass = Pass::backward,
     .pattern = {"constant_scale.backward", PatternStep("basic_linear.grad_x").optional("_x"),

@@ -1,8 +1,8 @@
-#include "fusions/norm.h"
+#include "kernel_ops/norm/norm.h"
 
 #include "core/call.h"
+#include "core/fusion.h"
 #include "fusions/refusals.h"
-#include "kernel_ops/norm/norm.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {
@@ -191,34 +191,34 @@ Fusion backward(std::string name, std::string_view picture) {
 
 }  // namespace
 
-const Fusion kRmsNormQuantize = forward<false, false>(
+extern const Fusion kRmsNormQuantize = forward<false, false>(
     "rms_norm_quantize", true, "x -> rms_norm -> y (if demanded) -> codes, scales, amax");
-const Fusion kLayerNormQuantize = forward<true, false>(
+extern const Fusion kLayerNormQuantize = forward<true, false>(
     "layer_norm_quantize", true, "x -> layer_norm -> y (if demanded) -> codes, scales, amax");
-const Fusion kAddRmsNorm =
+extern const Fusion kAddRmsNorm =
     forward<false, true>("add_rms_norm", false, "x + extra -> sum (if demanded) -> rms_norm -> y");
-const Fusion kAddLayerNorm = forward<true, true>(
+extern const Fusion kAddLayerNorm = forward<true, true>(
     "add_layer_norm", false, "x + extra -> sum (if demanded) -> layer_norm -> y");
-const Fusion kAddRmsNormQuantize = forward<false, true>(
+extern const Fusion kAddRmsNormQuantize = forward<false, true>(
     "add_rms_norm_quantize", true,
     "x + extra -> sum (if demanded) -> rms_norm -> y (if demanded) -> codes, scales, amax");
-const Fusion kAddLayerNormQuantize = forward<true, true>(
+extern const Fusion kAddLayerNormQuantize = forward<true, true>(
     "add_layer_norm_quantize", true,
     "x + extra -> sum (if demanded) -> layer_norm -> y (if demanded) -> codes, scales, amax");
 
-const Fusion kRmsNormBackward = backward<false, false>(
+extern const Fusion kRmsNormBackward = backward<false, false>(
     "rms_norm_backward",
     "grad_y, x -> rms_norm.backward -> grad_x, y (each if demanded); grad_x (-> sum over rows -> "
     "grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)");
-const Fusion kRmsNormBackwardAdd = backward<false, true>(
+extern const Fusion kRmsNormBackwardAdd = backward<false, true>(
     "rms_norm_backward_add",
     "grad_y, x -> rms_norm.backward -> + grad_residual -> grad_x, y (each if demanded); grad_x (-> "
     "sum over rows -> grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)");
-const Fusion kLayerNormBackward = backward<true, false>(
+extern const Fusion kLayerNormBackward = backward<true, false>(
     "layer_norm_backward",
     "grad_y, x -> layer_norm.backward -> grad_x, y (each if demanded); grad_x (-> sum over rows -> "
     "grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)");
-const Fusion kLayerNormBackwardAdd = backward<true, true>(
+extern const Fusion kLayerNormBackwardAdd = backward<true, true>(
     "layer_norm_backward_add",
     "grad_y, x -> layer_norm.backward -> + grad_residual -> grad_x, y (each if demanded); grad_x "
     "(-> sum over rows -> grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)");
