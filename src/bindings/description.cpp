@@ -1,4 +1,4 @@
-#include "bindings/description.h"
+#include "planner/description.h"
 
 #include <pybind11/stl.h>
 
@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bindings.h"
 #include "core/build_id.h"
-#include "planner/description.h"
 
 namespace py = pybind11;
 

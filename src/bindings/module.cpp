@@ -14,12 +14,8 @@
 
 #include "autograd/call.h"
 #include "bindings/autocast.h"
-#include "bindings/description.h"
+#include "bindings/bindings.h"
 #include "bindings/hold.h"
-#include "bindings/op_call.h"
-#include "bindings/python_ops.h"
-#include "bindings/quantizers.h"
-#include "bindings/signature.h"
 #include "fusions/table.h"
 #include "kernel_ops/elementwise/join.h"
 #include "kernel_ops/framework/register.h"

@@ -1,4 +1,4 @@
-#include "bindings/op_call.h"
+#include "pipeline/op_call.h"
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/utils/pybind.h>
@@ -9,13 +9,13 @@
 #include <vector>
 
 #include "bindings/autocast.h"
+#include "bindings/bindings.h"
 #include "front/attention_rules.h"
 #include "kernel_ops/framework/gradient.h"
 #include "kernel_ops/weights/weights.h"
 #include "ops/deferred.h"
 #include "ops/groups.h"
 #include "pipeline/functional_call.h"
-#include "pipeline/op_call.h"
 
 namespace py = pybind11;
 

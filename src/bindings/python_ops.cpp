@@ -1,5 +1,3 @@
-#include "bindings/python_ops.h"
-
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -11,6 +9,7 @@
 #include <tuple>
 
 #include "autograd/call.h"
+#include "bindings/bindings.h"
 #include "bindings/hold.h"
 #include "core/call.h"
 #include "core/json_fields.h"

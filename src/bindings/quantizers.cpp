@@ -1,5 +1,3 @@
-#include "bindings/quantizers.h"
-
 #include <c10/core/SymIntArrayRef.h>
 #include <pybind11/stl.h>
 
@@ -7,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bindings.h"
 #include "kernel_ops/elementwise/join.h"
 #include "pipeline/op_call.h"
 #include "quantization/formats/format.h"

@@ -1,8 +1,7 @@
-#include "bindings/signature.h"
-
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "bindings/bindings.h"
 #include "core/op_def.h"
 #include "quantization/recipe.h"
 

@@ -1,7 +1,9 @@
-#include "ops/attention.h"
+// The ops between the product that computes queries, keys and values and the product after
+// attention.
+#include "kernel_ops/attention/attention.h"
 
 #include "core/call.h"
-#include "kernel_ops/attention/attention.h"
+#include "core/op_def.h"
 #include "kernel_ops/attention/qk_norm.h"
 #include "kernel_ops/attention/rotary.h"
 #include "tandem/op_options.h"
@@ -118,6 +120,14 @@ Option<T> num_kv_heads() {
 
 }  // namespace
 
+/// Rotates queries and keys by the angles of their positions, as kernel_ops::Rotary defines it.
+/// Backward rotates the gradient by the opposite angles. It keeps nothing but tables, where the
+/// caller passes them.
+///
+/// Shapes:  x as in kernel_ops::Heads -> y like x; with the option `tables` the extra inputs
+///          cosines and sines as in kernel_ops::Rotary.
+/// Dtypes:  y has the dtype of x, also under autocast.
+/// Throws:  as kernel_ops::Rotary.
 const OpDef kRotary{
     .name = "rotary",
     .formula =
@@ -153,6 +163,13 @@ const OpDef kRotary{
     .context = {"cosines", "sines"},
 };
 
+/// Attention as kernel_ops::AttentionForward defines it. Backward recomputes the scores from x, y
+/// and the logarithm of the sums.
+///
+/// Shapes:  x as in kernel_ops::Heads -> y [..., sequence, num_heads head_dim]; with the option
+///          `mask` the extra input mask as in kernel_ops::AttentionForward.
+/// Dtypes:  y has the dtype of autocast, else of x; a mask is not cast.
+/// Throws:  as kernel_ops::AttentionForward.
 const OpDef kAttention{
     .name = "attention",
     .formula = "y = softmax(scale q k^T (+ mask)) v, [q, k, v] = x, head by head",
@@ -185,6 +202,16 @@ const OpDef kAttention{
     .context = {"x", "y", "logsumexp", "mask"},
 };
 
+/// y = each head of queries and keys divided by its root mean square and multiplied by query_weight
+/// or key_weight, as kernel_ops::QkNormForward defines it. The op stands before rotary. Backward
+/// keeps x and recomputes the norms of heads.
+///
+/// Shapes:  x as in kernel_ops::Heads; query_weight, key_weight [head_dim] -> y like x.
+/// Dtypes:  y, with its values, has the dtype of autocast, else of query_weight; arithmetic is
+///          float32, or float64 where y is, and rounded once.
+/// Error:   as kernel_ops::QkNormForward.
+/// Throws:  as kernel_ops::QkNormForward.
+/// Source:  as kernel_ops::QkNormForward.
 const OpDef kQkNorm{
     .name = "qk_norm",
     .formula =

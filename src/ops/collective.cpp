@@ -1,7 +1,9 @@
-#include "ops/collective.h"
+// Collectives over a process group, along the first dimension. In each direction one step starts
+// the collective and another one waits for it, so that other steps can run between them.
+#include "kernel_ops/elementwise/collective.h"
 
 #include "core/call.h"
-#include "kernel_ops/elementwise/collective.h"
+#include "core/op_def.h"
 
 namespace tandem::ops {
 
@@ -70,6 +72,10 @@ std::vector<StepDef> gather_backward() {
 
 }  // namespace
 
+/// y = the rows of all ranks. The gradient of x is this rank's rows of the sum of all ranks'
+/// gradients. Backward gathers y once more instead of keeping it.
+///
+/// Shapes:  x [rows, ...] -> y [size * rows, ...].
 const OpDef kAllGather{
     .name = "all_gather",
     .formula = "y = concatenate(x of all ranks)",
@@ -83,6 +89,11 @@ const OpDef kAllGather{
     .has_composite = false,
 };
 
+/// y = this rank's rows of the sum of x over ranks. The gradient of x is the rows of all ranks'
+/// gradients.
+///
+/// Shapes:  x [rows, ...] -> y [rows / size, ...].
+/// Throws:  c10::ValueError unless the size of the group divides rows.
 const OpDef kReduceScatter{
     .name = "reduce_scatter",
     .formula = "y = the rank's rows of sum over ranks of x",
@@ -95,6 +106,10 @@ const OpDef kReduceScatter{
     .has_composite = false,
 };
 
+/// y = the sum of x over ranks, which all ranks then hold. The gradient of x is the gradient of y,
+/// which all ranks hold too.
+///
+/// Shapes:  x any -> y like x.
 const OpDef kAllReduce{
     .name = "all_reduce",
     .formula = "y = sum over ranks of x",
@@ -106,6 +121,9 @@ const OpDef kAllReduce{
     .has_composite = false,
 };
 
+/// y = x, which all ranks hold. The gradient of x is the sum of the gradients over ranks.
+///
+/// Shapes:  x any -> y like x.
 const OpDef kReduceGradient{
     .name = "reduce_gradient",
     .formula = "y = x; grad_x = sum over ranks of grad_y",

@@ -1,9 +1,9 @@
-#include "ops/linear.h"
-
+// The basic ops of a linear layer: a product with a weight, and a bias.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "core/call.h"
+#include "core/op_def.h"
 #include "kernel_ops/elementwise/elementwise.h"
 #include "ops/deferred.h"
 #include "ops/product.h"
@@ -90,6 +90,12 @@ void bias_backward(Call& call) {
 
 }  // namespace
 
+/// y = x W^T over the last dimension. A recipe quantizes x, W and grad_y. Backward has two
+/// products, grad_x and grad_weight.
+///
+/// Shapes:  x [..., in_features], weight [out_features, in_features] -> y [..., out_features].
+/// Dtypes:  y has the dtype of autocast, else of weight.
+/// Throws:  c10::ValueError where the features do not fit.
 const OpDef kBasicLinear{
     .name = "basic_linear",
     .formula = "y = x weight^T",
@@ -158,6 +164,11 @@ const OpDef kBasicLinear{
     .list_length = buffers,
 };
 
+/// y = x + bias. grad_bias is summed in float32 and rounded once.
+///
+/// Shapes:  x [..., features], bias [features] -> y like x.
+/// Dtypes:  y has the dtype to which torch promotes x and bias; under autocast, bias is cast to the
+///          dtype of x.
 const OpDef kBias{
     .name = "bias",
     .formula = "y = x + bias",

@@ -1,5 +1,4 @@
-#include "ops/loss.h"
-
+// The losses of a model with many classes.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/where.h>
@@ -7,6 +6,7 @@
 #include <array>
 
 #include "core/call.h"
+#include "core/op_def.h"
 #include "kernel_ops/framework/memory.h"
 #include "kernel_ops/loss/linear_cross_entropy.h"
 #include "tandem/op_options.h"
@@ -222,9 +222,32 @@ OpDef loss_of_logits_definition() {
 
 }  // namespace
 
+/// The cross entropy of logits x, which other code may read and overwrite. Forward also computes
+/// the gradient of x, which backward multiplies by the gradient of y.
+///
+/// Shapes:  x [..., num_classes], targets [...], class_weight [num_classes] -> y [], or [...] with
+///          a loss for each row.
+/// Dtypes:  targets int64; y float32, float64 where x is.
+/// Throws:  as kernel_ops::LinearCrossEntropy.
 const OpDef kCrossEntropy = loss_of_logits_definition();
+
+/// The cross entropy of logits = x weight^T + bias, as kernel_ops::LinearCrossEntropy defines it.
+/// The logits of all rows are never in memory together. With a mean or a sum, forward also computes
+/// the required gradients, and backward multiplies them by the gradient of y; it reads neither x
+/// nor weight, and nothing is computed twice. With a loss for each row, backward recomputes the
+/// logits.
+///
+/// Shapes:  x [..., in_features], targets [...], weight [num_classes, in_features], bias and
+///          class_weight [num_classes] -> y [], or [...] with a loss for each row; predictions
+///          [...].
+/// Dtypes:  targets and predictions int64; y float32, float64 where weight is; the product has the
+///          dtype of autocast, else of weight.
+/// Throws:  as kernel_ops::LinearCrossEntropy.
 const OpDef kLinearCrossEntropy = loss_definition(
     "linear_cross_entropy", "y = mean of cross_entropy(x weight^T + bias, targets)", {});
+
+/// kLinearCrossEntropy with an extra output: the class of the largest logit of each row, also of
+/// rows that are ignored.
 const OpDef kLinearCrossEntropyWithPredictions =
     loss_definition("linear_cross_entropy_with_predictions",
                     "y = mean of cross_entropy(logits, targets), predictions = argmax(logits), "
