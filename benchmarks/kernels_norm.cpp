@@ -223,20 +223,22 @@ void run_all(const Bench& bench) {
                                   fp8_block_scales(Fp8BlockShape::column, rows, hidden).size());
   float* const column_block_scales =
       block_scales.data() + fp8_block_scales(Fp8BlockShape::row, rows, hidden).size();
+  const Fp8Scaling by_powers{.options = {.power_of_two = true}};
   bench.report("fp8_block_quantize, by row", 1, rows * hidden,
                [&](const std::vector<ConstRows>& in, void* out) {
-                 cpu::fp8_block_quantize(
-                     in[0], {}, {static_cast<uint8_t*>(out), block_scales.data()}, {}, {}, &amax);
+                 cpu::fp8_block_quantize(in[0], by_powers,
+                                         {static_cast<uint8_t*>(out), block_scales.data()}, {}, {},
+                                         &amax);
                });
   bench.report("fp8_block_quantize, both ways", 1, 2 * rows * hidden,
                [&](const std::vector<ConstRows>& in, void* out) {
                  auto* codes = static_cast<uint8_t*>(out);
-                 cpu::fp8_block_quantize(in[0], {}, {codes, block_scales.data()},
+                 cpu::fp8_block_quantize(in[0], by_powers, {codes, block_scales.data()},
                                          {codes + rows * hidden, column_block_scales}, {}, &amax);
                });
   bench.report("fp8_block_quantize, squares", 1, rows * hidden,
                [&](const std::vector<ConstRows>& in, void* out) {
-                 cpu::fp8_block_quantize(in[0], {}, {}, {},
+                 cpu::fp8_block_quantize(in[0], by_powers, {}, {},
                                          {static_cast<uint8_t*>(out), block_scales.data()}, &amax);
                });
   std::vector<uint8_t> fp4_scales(2 * rows * hidden);  // more than there are
@@ -253,9 +255,10 @@ void run_all(const Bench& bench) {
   };
   nvfp4("nvfp4_quantize, by row", {}, false);
   nvfp4("nvfp4_quantize, both ways", {}, true);
-  nvfp4("nvfp4_quantize, squares, both ways", {.square_blocks = true}, true);
-  nvfp4("nvfp4_quantize, rotated", {.rotates_columns = true}, true);
-  nvfp4("nvfp4_quantize, rotated, by chance", {.rotates_columns = true, .stochastic = true}, true);
+  nvfp4("nvfp4_quantize, squares, both ways", {.options = {.square_blocks = true}}, true);
+  nvfp4("nvfp4_quantize, rotated", {.options = {.hadamard = true}}, true);
+  nvfp4("nvfp4_quantize, rotated, by chance",
+        {.options = {.hadamard = true, .stochastic_rounding = true}}, true);
   const auto made_by_norm = [&](const ConstRows& x) -> cpu::MadeRows {
     return {{nullptr, element, rows, hidden, hidden}, [&, x](size_t first, size_t count, void* to) {
               const auto* from = static_cast<const std::byte*>(x.data) +

@@ -23,7 +23,6 @@
 #include "kernel_ops/framework/checks.h"
 #include "kernel_ops/quantize/cast.h"
 #include "kernel_ops/quantize/quantize.h"
-#include "kernels/nvfp4.h"
 
 namespace tandem {
 

@@ -69,13 +69,15 @@ float float_from_fp8(uint8_t code, Fp8Format format) {
   return sign != 0 ? -value : value;
 }
 
-float scale_from_amax(float amax, Fp8Format format, float eps, bool power_of_two, float big) {
+float scale_from_amax(float amax, const Fp8Scaling& scaling, float big) {
+  const float eps = cpu::rounded(scaling.options.amax_epsilon);
   const float divisor = is_below(amax, eps) ? eps : amax;
   const uint32_t bits = std::bit_cast<uint32_t>(divisor);
   if ((bits & 0x7FFFFFFF) == 0 || (bits & kInfinity) == kInfinity) return 1.0f;
-  float scale = cpu::divide(fp8_max(format), divisor);
+  float scale = cpu::divide(fp8_max(scaling.format), divisor);
   if (std::isinf(scale)) scale = big;
-  if (power_of_two) scale = std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & 0xFF800000u);
+  if (scaling.options.power_of_two)
+    scale = std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & 0xFF800000u);
   return scale;
 }
 

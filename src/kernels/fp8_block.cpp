@@ -10,8 +10,7 @@
 namespace tandem::kernels {
 namespace {
 
-void quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockShape shape,
-              Fp8BlockOutput out) {
+void quantize(ConstRows x, const Fp8Scaling& scaling, Fp8BlockShape shape, Fp8BlockOutput out) {
   if (!out) return;
   const MatrixShape scales = fp8_block_scales(shape, x.rows, x.cols);
   if (out.dequant_scale != nullptr) std::fill_n(out.dequant_scale, scales.size(), 0.0f);
@@ -20,8 +19,7 @@ void quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockShape shape,
   for (size_t r = 0; r < x.rows; r += high) {
     for (size_t c = 0; c < x.cols; c += wide) {
       const Block block{r, std::min(high, x.rows - r), c, std::min(wide, x.cols - c)};
-      const float scale = scale_from_amax(amax_of(x, block), scaling.format, scaling.eps,
-                                          scaling.power_of_two, largest_of(x.element));
+      const float scale = scale_from_amax(amax_of(x, block), scaling, largest_of(x.element));
       for (size_t i = r; i < r + block.rows && out.codes != nullptr; ++i)
         for (size_t j = c; j < c + block.cols; ++j)
           out.codes[i * x.cols + j] = fp8_from_float(element_of(x, i, j) * scale, scaling.format);
@@ -35,7 +33,7 @@ void quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockShape shape,
 
 }  // namespace
 
-void fp8_block_quantize_reference(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+void fp8_block_quantize_reference(ConstRows x, const Fp8Scaling& scaling, Fp8BlockOutput row,
                                   Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
   const cpu::ScopedFloatMode mode;
   quantize(x, scaling, Fp8BlockShape::row, row);

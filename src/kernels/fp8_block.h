@@ -1,8 +1,8 @@
 // FP8 with one float32 scale per block of 128 numbers of a row or of a column, or of 128 by 128.
 #pragma once
 
-#include "kernels/fp8.h"
 #include "kernels/quantize_made.h"
+#include "kernels/quantize_options.h"
 
 namespace tandem::kernels {
 
@@ -23,14 +23,6 @@ constexpr MatrixShape fp8_block_scales(Fp8BlockShape shape, size_t rows, size_t 
   return {blocks(rows), up(shape == Fp8BlockShape::column ? cols : blocks(cols))};
 }
 
-struct Fp8BlockScaling {
-  Fp8Format format = Fp8Format::e4m3;
-  /// The lower bound of amax.
-  float eps = 0.0f;
-  /// Scales are rounded down to powers of two.
-  bool power_of_two = true;
-};
-
 /// The output for one shape of blocks: source ~= decode(codes) * dequant_scale. A null pointer is
 /// not written.
 struct Fp8BlockOutput {
@@ -49,7 +41,7 @@ constexpr float largest_of(Element element) {
 }
 
 /// The definition of cpu::fp8_block_quantize, element by element.
-void fp8_block_quantize_reference(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+void fp8_block_quantize_reference(ConstRows x, const Fp8Scaling& scaling, Fp8BlockOutput row,
                                   Fp8BlockOutput column, Fp8BlockOutput square, float* amax);
 
 namespace cpu {
@@ -72,7 +64,7 @@ namespace cpu {
 ///          per element and shape, and 1/32 of that in scales.
 /// Error:   none: bitwise equal to the reference on every target and thread count (tests Fp8Block,
 ///          GoldenQuantize).
-void fp8_block_quantize(const Input& x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+void fp8_block_quantize(const Input& x, const Fp8Scaling& scaling, Fp8BlockOutput row,
                         Fp8BlockOutput column, Fp8BlockOutput square, float* amax);
 
 /// y = decode(codes) * dequant_scale in float32, rounded once to y's element.

@@ -18,9 +18,9 @@ void quantize_block(ConstRows x, const Block& block, Fp8Format format, uint8_t d
   }
 }
 
-void quantize(ConstRows x, const Mxfp8Scaling& scaling, MxDirection direction, Mxfp8Output out) {
+void quantize(ConstRows x, const Fp8Scaling& scaling, MxDirection direction, Mxfp8Output out) {
   if (!out) return;
-  const bool by_row = direction == MxDirection::row, square = scaling.square_blocks;
+  const bool by_row = direction == MxDirection::row, square = scaling.options.square_blocks;
   const MatrixShape shape = mx_scale_shape(direction, x.rows, x.cols);
   if (out.dequant_scale != nullptr) std::fill_n(out.dequant_scale, shape.size(), uint8_t{0});
   const size_t high = by_row && !square ? 1 : kMxBlock, wide = by_row || square ? kMxBlock : 1;
@@ -43,7 +43,7 @@ void quantize(ConstRows x, const Mxfp8Scaling& scaling, MxDirection direction, M
 
 }  // namespace
 
-void mxfp8_quantize_reference(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row,
+void mxfp8_quantize_reference(ConstRows x, const Fp8Scaling& scaling, Mxfp8Output row,
                               Mxfp8Output column, float* amax) {
   const cpu::ScopedFloatMode mode;
   quantize(x, scaling, MxDirection::row, row);

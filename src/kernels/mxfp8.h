@@ -1,15 +1,15 @@
 // MXFP8: FP8 codes with one E8M0 scale per block of 32 elements, of OCP MX v1.0.
 #pragma once
 
-#include "kernels/fp8.h"
 #include "kernels/quantize_made.h"
+#include "kernels/quantize_options.h"
 
 namespace tandem::kernels {
 
 inline constexpr size_t kMxBlock = 32;
 
-/// Blocks are 32 adjacent elements of a row (1x32), or of a column (32x1). Blocks at the edge hold
-/// the elements that exist.
+/// Blocks are 32 adjacent elements of a row (1x32), or of a column (32x1), or square (32x32).
+/// Blocks at the edge hold the elements that exist.
 enum class MxDirection : uint8_t { row, column };
 
 /// Returns the shape of the scales of a [rows, cols] matrix in memory, in linear order: row
@@ -32,14 +32,8 @@ struct Mxfp8Output {
   explicit operator bool() const { return codes != nullptr || dequant_scale != nullptr; }
 };
 
-struct Mxfp8Scaling {
-  Fp8Format format = Fp8Format::e4m3;
-  /// Blocks are 32x32: both directions have equal codes, and repeat the scale of each block.
-  bool square_blocks = false;
-};
-
 /// The definition of cpu::mxfp8_quantize, element by element.
-void mxfp8_quantize_reference(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row,
+void mxfp8_quantize_reference(ConstRows x, const Fp8Scaling& scaling, Mxfp8Output row,
                               Mxfp8Output column, float* amax);
 
 namespace cpu {
@@ -61,8 +55,8 @@ namespace cpu {
 ///          per element and direction, and 1/32 of that in scales.
 /// Error:   none: bitwise equal to the reference on every target and thread count (tests Mxfp8,
 ///          GoldenQuantize).
-void mxfp8_quantize(const Input& x, const Mxfp8Scaling& scaling, Mxfp8Output row,
-                    Mxfp8Output column, float* amax);
+void mxfp8_quantize(const Input& x, const Fp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
+                    float* amax);
 
 /// y = decode(codes) * 2^(dequant_scale - 127) in float32, rounded once to y's element; a scale of
 /// 0xFF gives NaN.

@@ -30,7 +30,7 @@ struct Operand {
     for (size_t r = 0; r < x.rows; ++r)
       for (size_t c = 0; c < x.cols; ++c)
         numbers[along == Fp4Direction::row ? r * inner + c : c * inner + r] = element_of(x, r, c);
-    if (direction == Fp4Direction::row || !scaling.rotates_columns) return;
+    if (direction == Fp4Direction::row || !scaling.options.hadamard) return;
     for (size_t at = 0; at < numbers.size(); at += kFp4Block) {
       float group[kFp4Block];
       std::transform(&numbers[at], &numbers[at] + kFp4Block, group, to_bfloat16);
@@ -52,13 +52,13 @@ struct Block {
 
   /// That of element (o, first) of an operand.
   Block(const Operand& x, const Fp4Scaling& scaling, size_t o, size_t first)
-      : lines(scaling.square_blocks ? kFp4Block : 1) {
-    const size_t from = scaling.square_blocks ? o / kFp4Block * kFp4Block : o;
+      : lines(scaling.options.square_blocks ? kFp4Block : 1) {
+    const size_t from = scaling.options.square_blocks ? o / kFp4Block * kFp4Block : o;
     for (size_t i = 0; i < lines && from + i < x.outer; ++i)
       for (size_t k = 0; k < kFp4Block; ++k) {
         const float value = x.numbers[(from + i) * x.inner + first + k];
         // Lines of a square are rows of x in both directions, as errors are added by rows.
-        const bool turned = scaling.square_blocks && x.direction == Fp4Direction::column;
+        const bool turned = scaling.options.square_blocks && x.direction == Fp4Direction::column;
         (turned ? numbers[k][i] : numbers[i][k]) = value;
       }
   }
@@ -91,8 +91,8 @@ void write(const Operand& x, const Fp4Scaling& scaling, Fp4Output out, size_t ro
   for (const float value : x.numbers)
     if (magnitude_of(value) <= 0x7F800000) bits = std::max(bits, magnitude_of(value));
   const auto amax = std::bit_cast<float>(bits);
-  if (out.amax != nullptr) *out.amax = amax;
-  const Fp4TensorScale tensor(amax, scaling.largest_scale);
+  const Fp4TensorScale tensor(amax, scaling);
+  if (out.amax != nullptr) *out.amax = tensor.amax;
   const bool by_row = x.direction == Fp4Direction::row;
   const MatrixShape code_shape = fp4_code_shape(x.direction, rows, cols),
                     scale_shape = fp4_scale_shape(x.direction, rows, cols);
@@ -100,16 +100,18 @@ void write(const Operand& x, const Fp4Scaling& scaling, Fp4Output out, size_t ro
   std::fill_n(out.codes, code_shape.size(), uint8_t{0});
   for (size_t o = 0; o < x.outer; ++o) {
     for (size_t first = 0; first < x.inner; first += kFp4Block) {
-      const uint8_t scale = Block(x, scaling, o, first).scale(tensor, scaling.four_over_six);
+      const uint8_t scale =
+          Block(x, scaling, o, first).scale(tensor, scaling.options.four_over_six);
       const float factor = fp4_factor(scale, tensor);
       const size_t block = first / kFp4Block;
       out.dequant_scale[by_row ? o * scale_shape.cols + block : block * scale_shape.cols + o] =
           scale;
       for (size_t k = first; k < first + kFp4Block; ++k) {
         const size_t index = o * x.inner + k;
-        const Cast cast{CastFormat::e2m1, true,
-                        scaling.stochastic ? Rounding::stochastic : Rounding::nearest, scaling.seed,
-                        scaling.offset};
+        const Cast cast{
+            CastFormat::e2m1, true,
+            scaling.options.stochastic_rounding ? Rounding::stochastic : Rounding::nearest,
+            scaling.seed, scaling.offset};
         const uint8_t code = cast_reference(x.numbers[index] * factor, cast, index,
                                             static_cast<uint32_t>(x.direction));
         const size_t byte = by_row ? o * code_shape.cols + k / 2 : k / 2 * code_shape.cols + o;
@@ -131,8 +133,8 @@ void hadamard(const float* x, float* y) {
   }
 }
 
-Fp4TensorScale::Fp4TensorScale(float amax_of_tensor, float largest_scale)
-    : amax(amax_of_tensor), divisor(6 * largest_scale) {
+Fp4TensorScale::Fp4TensorScale(float amax_of_tensor, const Fp4Scaling& scaling)
+    : amax(amax_of_tensor), divisor(6 * scaling.largest_scale) {
   const cpu::ScopedFloatMode mode;
   // Volatile: nothing is computed before the mode is set.
   volatile float s = 1.0f;

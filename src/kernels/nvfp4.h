@@ -3,15 +3,15 @@
 
 #include <bit>
 
-#include "kernels/fp8.h"
 #include "kernels/quantize_made.h"
+#include "kernels/quantize_options.h"
 
 namespace tandem::kernels {
 
 inline constexpr size_t kFp4Block = 16;
 
-/// Blocks are 16 adjacent elements of a row (1x16), or of a column (16x1). The last block is padded
-/// with zeros, which have codes.
+/// Blocks are 16 adjacent elements of a row (1x16), or of a column (16x1), or square (16x16). The
+/// last block is padded with zeros, which have codes.
 enum class Fp4Direction : uint8_t { row, column };
 
 constexpr size_t fp4_blocks(size_t n) { return (n + kFp4Block - 1) / kFp4Block; }
@@ -45,30 +45,11 @@ struct Fp4Output {
   explicit operator bool() const { return codes != nullptr; }
 };
 
-/// The scales among which a block chooses. E2M1 has no number between 4 and 6: with 4 as the
-/// largest code of a block, numbers a little below the largest one are nearer to a code, and the
-/// least numbers are farther from one.
-enum class FourOverSix : uint8_t {
-  /// The largest number becomes 6.
-  off,
-  /// The largest number becomes 6 or 4, whichever has the smaller sum of absolute errors.
-  mae,
-  /// The largest number becomes 6 or 4, whichever has the smaller sum of squared errors.
-  mse,
-};
-
 struct Fp4Scaling {
-  /// Blocks are 16x16: both directions have equal codes, and repeat the scale of each block.
-  bool square_blocks = false;
-  /// Column codes are codes of columns whose groups of 16 are rotated by `hadamard`. x is rounded
-  /// to bfloat16 before the rotation, and the result after it.
-  bool rotates_columns = false;
-  /// Codes are rounded up or down at random, right on average.
-  bool stochastic = false;
+  QuantizeOptions options = {};
+  /// Of stochastic rounding.
   uint64_t seed = 0;
   uint32_t offset = 0;
-  /// `stochastic` excludes all values but `off`.
-  FourOverSix four_over_six = FourOverSix::off;
   /// The scale, where the largest number becomes 6, of a block whose amax is the tensor's: 448, the
   /// largest number of E4M3, or 256, because E4M3 has 1.5 * 256 too.
   float largest_scale = 448;
@@ -87,7 +68,7 @@ void hadamard(const float* x, float* y);
 
 /// The numbers that all blocks of a tensor with this amax share.
 struct Fp4TensorScale {
-  Fp4TensorScale(float amax, float largest_scale);
+  Fp4TensorScale(float amax, const Fp4Scaling& scaling);
   /// s of cpu::nvfp4_quantize.
   float scale;
   /// Factors: block amax * per_amax is the scale of a block, and scale * inverse is the reciprocal

@@ -1,23 +1,14 @@
 // FP8 with one scale per tensor: scales, current and delayed scaling.
 #pragma once
 
-#include "kernels/fp8.h"
 #include "kernels/quantize_made.h"
+#include "kernels/quantize_options.h"
 
 namespace tandem::kernels {
 
 /// scale = format max / amax; 1 for an amax of 0, infinity or NaN. `big` replaces an infinite
 /// scale.
-float scale_from_amax(float amax, Fp8Format format, float eps, bool power_of_two, float big);
-
-/// Options of a scale from the tensor's own amax.
-struct CurrentScaling {
-  Fp8Format format = Fp8Format::e4m3;
-  /// The lower bound of amax.
-  float eps = 0.0f;
-  /// The scale is rounded down to a power of two.
-  bool power_of_two = false;
-};
+float scale_from_amax(float amax, const Fp8Scaling& scaling, float big);
 
 /// The output of a quantization: source ~= decode(codes) * dequant_scale. A null scale or amax is
 /// not written.
@@ -41,10 +32,9 @@ Seen seen_in(const Input& x);
 ///
 /// Bytes:   reads x twice (the second time from cache where it fits), writes one byte per element.
 /// Limits:  x is no band, as the scale depends on the whole matrix.
-void quantize_current(const Input& x, const CurrentScaling& scaling, Fp8Output out);
+void quantize_current(const Input& x, const Fp8Scaling& scaling, Fp8Output out);
 /// quantize_current of a matrix whose amax is known, with the same bits.
-void quantize_current_seen(ConstRows x, const Seen& seen, const CurrentScaling& scaling,
-                           Fp8Output out);
+void quantize_current_seen(ConstRows x, const Seen& seen, const Fp8Scaling& scaling, Fp8Output out);
 
 /// codes = fp8_from_float(x * quant_scale) with a scale from past steps, dequant_scale = 1 /
 /// quant_scale, and the amax of x for the scales of later steps (delayed.h). Every target and

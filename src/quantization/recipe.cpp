@@ -10,7 +10,6 @@
 #include <typeinfo>
 
 #include "core/json_fields.h"
-#include "kernels/nvfp4.h"
 #include "quantization/formats/format.h"
 
 namespace tandem {

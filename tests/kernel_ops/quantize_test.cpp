@@ -13,7 +13,6 @@
 #include <cfloat>
 #include <cmath>
 
-#include "kernels/nvfp4.h"
 #include "support/kernel_ops.h"
 #include "support/quantizers.h"
 #include "support/throws.h"

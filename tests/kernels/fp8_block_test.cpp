@@ -27,9 +27,9 @@ namespace {
 
 using kernels::ConstRows;
 using kernels::Element;
-using kernels::Fp8BlockScaling;
 using kernels::Fp8BlockShape;
 using kernels::Fp8Format;
+using kernels::Fp8Scaling;
 
 constexpr Fp8BlockShape kShapes[] = {Fp8BlockShape::row, Fp8BlockShape::column,
                                      Fp8BlockShape::square};
@@ -39,7 +39,7 @@ using Quantized = BlockCodes<float, 3>;
 /// Runs `quantize` for the shapes whose bits are set in `wanted`: of rows 1, of columns 2, of
 /// squares 4.
 template <typename Function>
-Quantized run(Function&& quantize, ConstRows x, const Fp8BlockScaling& scaling, int wanted) {
+Quantized run(Function&& quantize, ConstRows x, const Fp8Scaling& scaling, int wanted) {
   Quantized result;
   kernels::Fp8BlockOutput outputs[3];
   for (const int i : {0, 1, 2}) {
@@ -52,7 +52,7 @@ Quantized run(Function&& quantize, ConstRows x, const Fp8BlockScaling& scaling, 
   return result;
 }
 
-::testing::AssertionResult is_right(ConstRows x, const Fp8BlockScaling& scaling, int wanted) {
+::testing::AssertionResult is_right(ConstRows x, const Fp8Scaling& scaling, int wanted) {
   const Quantized got = run(kernels::cpu::fp8_block_quantize, x, scaling, wanted),
                   expected = run(kernels::fp8_block_quantize_reference, x, scaling, wanted);
   return same(got, expected);
@@ -73,8 +73,8 @@ TEST(Fp8BlockScales, ArePadded) {
 class Fp8Block : public ::testing::TestWithParam<std::tuple<int64_t, Fp8Format, bool>> {
  protected:
   void SetUp() override { target_.emplace(std::get<0>(GetParam())); }
-  Fp8BlockScaling scaling(float eps = 0) const {
-    return {std::get<1>(GetParam()), eps, std::get<2>(GetParam())};
+  Fp8Scaling scaling(float eps = 0) const {
+    return {std::get<1>(GetParam()), {eps, std::get<2>(GetParam())}};
   }
   void expect_right(ConstRows x, float eps = 0) {
     for (const int wanted : {3, 4}) EXPECT_TRUE(is_right(x, scaling(eps), wanted)) << wanted;

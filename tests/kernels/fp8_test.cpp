@@ -89,9 +89,9 @@ TEST(Fp8FromFloat, CodesSurviveTheirValueAndMidpointsGoToTheEvenCode) {
   }
 }
 
-uint32_t scale_bits(float amax, bool power_of_two, float big = FLT_MAX, float eps = 0.0f) {
+uint32_t scale_bits(float amax, bool power_of_two, float big = FLT_MAX, double eps = 0) {
   return std::bit_cast<uint32_t>(
-      kernels::scale_from_amax(amax, Fp8Format::e4m3, eps, power_of_two, big));
+      kernels::scale_from_amax(amax, {Fp8Format::e4m3, {eps, power_of_two}}, big));
 }
 
 TEST(ScaleFromAmax, EdgeCases) {

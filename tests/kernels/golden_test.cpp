@@ -73,8 +73,8 @@ TEST_P(GoldenFormat, ScaleFromAmax) {
                                (power_of_two ? "_pow2" : "_any");
       std::vector<uint32_t> got;
       for (const uint32_t bits : amax) {
-        got.push_back(bits_of(kernels::scale_from_amax(std::bit_cast<float>(bits), GetParam(), 0.0f,
-                                                       power_of_two, big)));
+        got.push_back(bits_of(kernels::scale_from_amax(
+            std::bit_cast<float>(bits), {GetParam(), {.power_of_two = power_of_two}}, big)));
       }
       EXPECT_TRUE(same_bits<uint32_t>(got, golden().read<uint32_t>(name))) << name;
     }

@@ -26,14 +26,14 @@ namespace {
 using kernels::ConstRows;
 using kernels::Element;
 using kernels::Fp8Format;
+using kernels::Fp8Scaling;
 using kernels::MxDirection;
-using kernels::Mxfp8Scaling;
 
 using Quantized = BlockCodes<uint8_t, 2>;  // row, column
 
 /// Runs `quantize` with both outputs, the row's alone (1) or the column's alone (2).
 template <typename Function>
-Quantized run(Function&& quantize, ConstRows x, const Mxfp8Scaling& scaling, int wanted = 3) {
+Quantized run(Function&& quantize, ConstRows x, const Fp8Scaling& scaling, int wanted = 3) {
   Quantized result;
   kernels::Mxfp8Output outputs[2];
   for (const int i : {0, 1}) {
@@ -47,11 +47,11 @@ Quantized run(Function&& quantize, ConstRows x, const Mxfp8Scaling& scaling, int
   return result;
 }
 
-Quantized quantize(ConstRows x, const Mxfp8Scaling& scaling, int wanted = 3) {
+Quantized quantize(ConstRows x, const Fp8Scaling& scaling, int wanted = 3) {
   return run(kernels::cpu::mxfp8_quantize, x, scaling, wanted);
 }
 
-Quantized reference(ConstRows x, const Mxfp8Scaling& scaling, int wanted = 3) {
+Quantized reference(ConstRows x, const Fp8Scaling& scaling, int wanted = 3) {
   return run(kernels::mxfp8_quantize_reference, x, scaling, wanted);
 }
 
@@ -193,8 +193,8 @@ TEST_P(Mxfp8, EveryShapeAroundABlockAndStride) {
         const Matrix x = Matrix::random(element, rows, cols, seed % 2 * 3, seed);
         ++seed;
         for (const bool square : {false, true}) {
-          EXPECT_TRUE(
-              same(quantize(x.view(), {format(), square}), reference(x.view(), {format(), square})))
+          EXPECT_TRUE(same(quantize(x.view(), {format(), {.square_blocks = square}}),
+                           reference(x.view(), {format(), {.square_blocks = square}})))
               << rows << "x" << cols << (square ? " square " : " ") << name_of(element);
         }
       }
@@ -206,8 +206,8 @@ TEST_P(Mxfp8, OneDirectionAlone) {
   const Matrix x = Matrix::random(Element::bfloat16, 70, 90, 2, 9);
   for (const int wanted : {0, 1, 2}) {
     for (const bool square : {false, true}) {
-      EXPECT_TRUE(same(quantize(x.view(), {format(), square}, wanted),
-                       reference(x.view(), {format(), square}, wanted)))
+      EXPECT_TRUE(same(quantize(x.view(), {format(), {.square_blocks = square}}, wanted),
+                       reference(x.view(), {format(), {.square_blocks = square}}, wanted)))
           << wanted;
     }
   }
@@ -221,8 +221,8 @@ TEST_P(Mxfp8, ASpecialValueInEveryLane) {
         Matrix x = Matrix::random(element, 34, 70, 0, 7);
         x.set(at * 71 % (34 * 70), special);
         for (const bool square : {false, true}) {
-          EXPECT_TRUE(
-              same(quantize(x.view(), {format(), square}), reference(x.view(), {format(), square})))
+          EXPECT_TRUE(same(quantize(x.view(), {format(), {.square_blocks = square}}),
+                           reference(x.view(), {format(), {.square_blocks = square}})))
               << special << " at " << at;
         }
       }

@@ -34,15 +34,15 @@ constexpr Fp4Direction kDirections[] = {Fp4Direction::row, Fp4Direction::column}
 
 const Fp4Scaling kScalings[] = {
     {},
-    {.square_blocks = true},
-    {.rotates_columns = true},
-    {.stochastic = true, .seed = 0xFEDCBA9876543210, .offset = 7},
-    {.rotates_columns = true, .stochastic = true, .seed = 5},
-    {.four_over_six = FourOverSix::mae},
-    {.four_over_six = FourOverSix::mse, .largest_scale = 256},
-    {.square_blocks = true, .four_over_six = FourOverSix::mae, .largest_scale = 256},
-    {.square_blocks = true, .four_over_six = FourOverSix::mse},
-    {.rotates_columns = true, .four_over_six = FourOverSix::mse, .largest_scale = 256},
+    {.options = {.square_blocks = true}},
+    {.options = {.hadamard = true}},
+    {.options = {.stochastic_rounding = true}, .seed = 0xFEDCBA9876543210, .offset = 7},
+    {.options = {.hadamard = true, .stochastic_rounding = true}, .seed = 5},
+    {.options = {.four_over_six = FourOverSix::mae}},
+    {.options = {.four_over_six = FourOverSix::mse}, .largest_scale = 256},
+    {.options = {.square_blocks = true, .four_over_six = FourOverSix::mae}, .largest_scale = 256},
+    {.options = {.square_blocks = true, .four_over_six = FourOverSix::mse}},
+    {.options = {.hadamard = true, .four_over_six = FourOverSix::mse}, .largest_scale = 256},
 };
 
 using Quantized = BlockCodes<uint8_t, 2>;
@@ -100,8 +100,9 @@ class Nvfp4 : public OnEachTarget {
     for (size_t i = turn.value_or(0) % 3; i < std::size(kScalings); i += turn ? 3 : 1) {
       const Fp4Scaling& scaling = kScalings[i];
       EXPECT_TRUE(is_right(x, scaling))
-          << scaling.square_blocks << scaling.rotates_columns << scaling.stochastic
-          << static_cast<int>(scaling.four_over_six) << " " << scaling.largest_scale;
+          << scaling.options.square_blocks << scaling.options.hadamard
+          << scaling.options.stochastic_rounding << static_cast<int>(scaling.options.four_over_six)
+          << " " << scaling.largest_scale;
     }
   }
 };
@@ -168,9 +169,10 @@ TEST_P(Nvfp4, FourOverSixTakesTheScaleThatErrsLess) {
         x.resize(16, 0.0f);
         x.push_back(1536);
         x.resize(32, 0.0f);
-        const Quantized got =
-            run(kernels::cpu::nvfp4_quantize, {x.data(), Element::float32, 1, 32, 32},
-                {.square_blocks = square, .four_over_six = metric, .largest_scale = 256}, 1);
+        const Quantized got = run(
+            kernels::cpu::nvfp4_quantize, {x.data(), Element::float32, 1, 32, 32},
+            {.options = {.square_blocks = square, .four_over_six = metric}, .largest_scale = 256},
+            1);
         EXPECT_EQ(got.scales[0][0], example.scale) << example.x[0];
         for (size_t i = 0; i < example.bytes.size(); ++i)
           EXPECT_EQ(got.codes[0][i], example.bytes[i]) << example.x[0] << " at " << i;
@@ -197,7 +199,8 @@ TEST_P(Nvfp4, FourOverSixErrsLessThanEither) {
     double absolute[3], square[3];
     for (const FourOverSix metric : {FourOverSix::off, FourOverSix::mae, FourOverSix::mse}) {
       const auto i = static_cast<size_t>(metric);
-      errors({.four_over_six = metric, .largest_scale = 256}, d, absolute[i], square[i]);
+      errors({.options = {.four_over_six = metric}, .largest_scale = 256}, d, absolute[i],
+             square[i]);
     }
     EXPECT_LT(absolute[1], 0.97 * absolute[0]);
     EXPECT_LT(square[2], 0.92 * square[0]);
@@ -287,8 +290,9 @@ TEST_P(Nvfp4, StochasticCodesAreRightOnAverage) {
   std::vector<double> sums[2] = {std::vector<double>(x.size()), std::vector<double>(x.size())};
   constexpr int kTries = 400;
   for (int i = 0; i < kTries; ++i) {
-    const Quantized q = run(kernels::cpu::nvfp4_quantize, x.view(),
-                            {.stochastic = true, .seed = static_cast<uint64_t>(i)});
+    const Quantized q =
+        run(kernels::cpu::nvfp4_quantize, x.view(),
+            {.options = {.stochastic_rounding = true}, .seed = static_cast<uint64_t>(i)});
     for (const size_t d : {0, 1}) {
       Matrix y(Element::float32, 16, 64);
       kernels::cpu::nvfp4_dequantize(q.codes[d].data(), q.scales[d].data(), q.amaxes[d], 448,

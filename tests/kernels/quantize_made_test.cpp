@@ -28,7 +28,6 @@ namespace {
 using kernels::ConstRows;
 using kernels::Element;
 using kernels::Fp8BlockOutput;
-using kernels::Fp8BlockScaling;
 using kernels::Fp8BlockShape;
 using kernels::Fp8Format;
 using kernels::Fp8Output;
@@ -199,14 +198,13 @@ TEST_P(QuantizeMade, WithAScaleThatIsGiven) {
 }
 
 TEST_P(QuantizeMade, InBlocksOf128) {
-  const Fp8BlockScaling scaling{Fp8Format::e4m3, 0.0f, false};
   for (const bool is_square : {false, true})
     for (const size_t together : {size_t{0}, kernels::kFp8Block}) {
       if (together != 0 && !kernels::cpu::takes_bands_of_blocks()) continue;
       expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
         const auto out = block_outputs(x, is_square, to);
         to.numbers[0] = quantized(x, made, together, [&](const Input& input, float* amax) {
-          kernels::cpu::fp8_block_quantize(input, scaling, out[0], out[1], out[2], amax);
+          kernels::cpu::fp8_block_quantize(input, {}, out[0], out[1], out[2], amax);
         });
       });
     }
@@ -221,7 +219,8 @@ TEST_P(QuantizeMade, InMxBlocks) {
         const Mxfp8Output row = mx_output(x, MxDirection::row, to),
                           column = mx_output(x, MxDirection::column, to);
         to.numbers[0] = quantized(x, made, together, [&](const Input& input, float* amax) {
-          kernels::cpu::mxfp8_quantize(input, {format, is_square}, row, column, amax);
+          kernels::cpu::mxfp8_quantize(input, {format, {.square_blocks = is_square}}, row, column,
+                                       amax);
         });
       });
     }
@@ -240,11 +239,11 @@ TEST_P(QuantizeMade, WithAScaleOfItsOwn) {
   const Matrix x = Matrix::random(Element::bfloat16, 300, 700, 0, 5);
   Written expected, got;
   kernels::cpu::quantize_current(
-      x.view(), {Fp8Format::e4m3, 0.0f, true},
+      x.view(), {Fp8Format::e4m3, {.power_of_two = true}},
       {expected.code(0, x.size()), &expected.numbers[0], &expected.numbers[1]});
   Matrix kept(Element::bfloat16, 300, 700);
   const MadeRows made = copies_of(x, &kept);
-  kernels::cpu::quantize_current(&made, {Fp8Format::e4m3, 0.0f, true},
+  kernels::cpu::quantize_current(&made, {Fp8Format::e4m3, {.power_of_two = true}},
                                  {got.code(0, x.size()), &got.numbers[0], &got.numbers[1]});
   EXPECT_TRUE(got == expected);
   EXPECT_EQ(kept.bits(), x.bits());
@@ -252,9 +251,11 @@ TEST_P(QuantizeMade, WithAScaleOfItsOwn) {
 
 TEST_P(QuantizeMade, InFp4Blocks) {
   for (const kernels::Fp4Scaling& scaling :
-       {kernels::Fp4Scaling{}, kernels::Fp4Scaling{.square_blocks = true},
-        kernels::Fp4Scaling{.rotates_columns = true, .stochastic = true, .seed = 5, .offset = 2},
-        kernels::Fp4Scaling{.four_over_six = kernels::FourOverSix::mse, .largest_scale = 256}})
+       {kernels::Fp4Scaling{}, kernels::Fp4Scaling{.options = {.square_blocks = true}},
+        kernels::Fp4Scaling{
+            .options = {.hadamard = true, .stochastic_rounding = true}, .seed = 5, .offset = 2},
+        kernels::Fp4Scaling{.options = {.four_over_six = kernels::FourOverSix::mse},
+        .largest_scale = 256}})
     for (const Element element : kElements)
       for (const auto& [rows, cols] : {std::pair{0, 5}, std::pair{1, 1}, std::pair{300, 700}}) {
         const Matrix x =
@@ -274,7 +275,7 @@ TEST_P(QuantizeMade, InFp4Blocks) {
 }
 
 TEST_P(QuantizeMade, OnceItsAmaxIsSeen) {
-  const kernels::CurrentScaling scaling{Fp8Format::e4m3, 0.0f, true};
+  const kernels::Fp8Scaling scaling{Fp8Format::e4m3, {.power_of_two = true}};
   expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
     const Fp8Output out{to.code(0, x.rows * x.cols), &to.numbers[0], &to.numbers[1]};
     if (made == nullptr) return kernels::cpu::quantize_current(x, scaling, out);
@@ -283,7 +284,7 @@ TEST_P(QuantizeMade, OnceItsAmaxIsSeen) {
   });
   expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
     const auto out = fp4_outputs(x, to);
-    const kernels::Fp4Scaling four{.rotates_columns = true};
+    const kernels::Fp4Scaling four{.options = {.hadamard = true}};
     if (made == nullptr) {
       kernels::cpu::nvfp4_quantize(x, four, out[0], out[1], &to.numbers[0]);
     } else {

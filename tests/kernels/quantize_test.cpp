@@ -23,16 +23,16 @@ namespace tandem::testing::kernels_quantize {
 namespace {
 
 using kernels::ConstRows;
-using kernels::CurrentScaling;
 using kernels::Element;
 using kernels::Fp8Format;
+using kernels::Fp8Scaling;
 
 struct Quantized {
   std::vector<uint8_t> codes;
   float dequant_scale = -1.0f, amax = -1.0f;
 };
 
-Quantized quantize(ConstRows x, const CurrentScaling& scaling) {
+Quantized quantize(ConstRows x, const Fp8Scaling& scaling) {
   Quantized result;
   result.codes.resize(x.rows * x.cols);
   kernels::cpu::quantize_current(x, scaling,
@@ -41,14 +41,13 @@ Quantized quantize(ConstRows x, const CurrentScaling& scaling) {
 }
 
 /// The definition, element by element.
-Quantized scalar_quantize(const std::vector<float>& x, const CurrentScaling& scaling) {
+Quantized scalar_quantize(const std::vector<float>& x, const Fp8Scaling& scaling) {
   Quantized result;
   result.amax = 0.0f;
   for (const float value : x) {
     if (!std::isnan(value)) result.amax = std::max(result.amax, std::abs(value));
   }
-  const float scale = kernels::scale_from_amax(result.amax, scaling.format, scaling.eps,
-                                               scaling.power_of_two, FLT_MAX);
+  const float scale = kernels::scale_from_amax(result.amax, scaling, FLT_MAX);
   result.dequant_scale = 1.0f / scale;
   for (const float value : x)
     result.codes.push_back(kernels::fp8_from_float(value * scale, scaling.format));
@@ -131,8 +130,8 @@ TEST_P(Quantize, RandomFloat32Patterns) {
   for (float& value : x)
     value = std::bit_cast<float>((std::bit_cast<uint32_t>(value) & 0x87FFFFFFu) | 0x38000000u);
   EXPECT_TRUE(same(quantize(one_row(x), {format()}), scalar_quantize(x, {format()})));
-  EXPECT_TRUE(same(quantize(one_row(x), {format(), 0.0f, true}),
-                   scalar_quantize(x, {format(), 0.0f, true})));
+  EXPECT_TRUE(same(quantize(one_row(x), {format(), {.power_of_two = true}}),
+                   scalar_quantize(x, {format(), {.power_of_two = true}})));
   x.push_back(std::numeric_limits<float>::infinity());
   EXPECT_TRUE(same(quantize(one_row(x), {format()}), scalar_quantize(x, {format()})));
 }
@@ -189,7 +188,7 @@ TEST_P(Quantize, TinyAndHugeAmaxAndEps) {
         std::vector<float> x;
         for (int i = -50; i <= 50; ++i) x.push_back(amax / 50 * static_cast<float>(i));
         x.push_back(amax);
-        const CurrentScaling scaling{format(), eps, power_of_two};
+        const Fp8Scaling scaling{format(), {eps, power_of_two}};
         EXPECT_TRUE(same(quantize(one_row(x), scaling), scalar_quantize(x, scaling)))
             << amax << " eps " << eps;
       }

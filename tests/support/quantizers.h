@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "kernel_ops/framework/memory.h"
-#include "kernels/nvfp4.h"
 #include "quantization/formats/format.h"
 #include "support/kernel_ops.h"
 
@@ -23,46 +22,16 @@ inline std::vector<std::string> quantizer_texts() {
   for (const FormatDef& format : formats())
     for (const ScalingDef* scaling : format.scalings) {
       if (scaling->takes_scale) continue;
-      Quantizer options;
-      options.format = &format;
-      options.scaling = scaling;
-      const auto add = [&] { texts.push_back(quantizer(options).text); };
-      add();
-      if (scaling->has_epsilon) {
-        options.amax_epsilon = 0.5;
-        add();
-      }
-      if (scaling->has_power_of_two) {
-        options.power_of_two = true;
-        add();
-        options.amax_epsilon = 0;
-        add();
-      }
-      if (scaling->has_square_blocks) {
-        options.square_blocks = true;
-        add();
-        options.square_blocks = false;
-      }
-      if (scaling->has_hadamard) {
-        options.hadamard = true;
-        add();
-      }
-      if (scaling->has_stochastic_rounding) {
-        options.stochastic_rounding = true;
-        add();
-        options.hadamard = false;
-        add();
-        options.stochastic_rounding = false;
-      }
-      if (scaling->has_four_over_six) {
-        options.four_over_six = kernels::FourOverSix::mae;
-        add();
-        options.hadamard = true;
-        add();
-        options.hadamard = false;
-        options.square_blocks = true;
-        options.four_over_six = kernels::FourOverSix::mse;
-        add();
+      std::string name(format.name);
+      if (!scaling->name.empty()) name.append(":").append(scaling->name);
+      for (const std::string options :
+           {"", ":eps=0.5", ":eps=0.5:pow2=1", ":pow2=1", ":2d=1", ":rht=1", ":rht=1:sr=1", ":sr=1",
+            ":4over6=mae", ":rht=1:4over6=mae", ":2d=1:4over6=mse"}) {
+        const auto known = std::ranges::count_if(scaling->options, [&](std::string_view option) {
+          return options.find(":" + std::string(option) + "=") != std::string::npos;
+        });
+        if (known == std::ranges::count(options, ':'))
+          texts.push_back(quantizer(name + options).text);
       }
     }
   return texts;

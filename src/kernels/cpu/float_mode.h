@@ -53,4 +53,12 @@ inline float divide(float dividend, float divisor) {
   return quotient;
 }
 
+/// `number` as float32, rounded once, with `volatile` for the same reason.
+inline float rounded(double number) {
+  const ScopedFloatMode mode;
+  volatile double operand = number;
+  volatile auto nearest = static_cast<float>(operand);
+  return nearest;
+}
+
 }  // namespace tandem::kernels::cpu

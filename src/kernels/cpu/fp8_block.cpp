@@ -26,7 +26,7 @@ struct Fp8Tiles {
   template <typename E>
   using Work = TileWork<E, kBlock>;
 
-  Fp8Tiles(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row, Fp8BlockOutput column,
+  Fp8Tiles(ConstRows x, const Fp8Scaling& scaling, Fp8BlockOutput row, Fp8BlockOutput column,
            Fp8BlockOutput square)
       : is_square(static_cast<bool>(square)),
         row_codes(is_square ? square.codes : row.codes),
@@ -37,9 +37,9 @@ struct Fp8Tiles {
             fp8_block_scales(is_square ? Fp8BlockShape::square : Fp8BlockShape::row, x.rows, x.cols)
                 .cols),
         column_stride(fp8_block_scales(Fp8BlockShape::column, x.rows, x.cols).cols),
-        eps(scaling.eps),
+        eps(rounded(scaling.options.amax_epsilon)),
         big(largest_of(x.element)),
-        power_of_two(scaling.power_of_two) {}
+        power_of_two(scaling.options.power_of_two) {}
 
   /// scale_from_amax of every lane; no lane may be NaN.
   template <class D>
@@ -134,8 +134,8 @@ struct Fp8Tiles {
 
 #endif  // TANDEM_HAS_ELEMENT_PAIRS
 
-void quantize(const Input& x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
-              Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
+void quantize(const Input& x, const Fp8Scaling& scaling, Fp8BlockOutput row, Fp8BlockOutput column,
+              Fp8BlockOutput square, float* amax) {
 #if TANDEM_HAS_ELEMENT_PAIRS
   const ConstRows whole = whole_of(x);
   with_element(whole.element, [&](auto element) HWY_ATTR {
@@ -224,7 +224,7 @@ void clear_paddings(ConstRows x, const Fp8BlockOutput& row, const Fp8BlockOutput
 
 }  // namespace
 
-void fp8_block_quantize(const Input& x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+void fp8_block_quantize(const Input& x, const Fp8Scaling& scaling, Fp8BlockOutput row,
                         Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
   if (has_first_rows(x)) clear_paddings(whole_of(x), row, column, square);
   HWY_DYNAMIC_DISPATCH(quantize)(x, scaling, row, column, square, amax);

@@ -13,14 +13,14 @@
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-void quantize(const Input& x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
+void quantize(const Input& x, const Fp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
               float* amax) {
 #if TANDEM_HAS_ELEMENT_PAIRS
   const ConstRows whole = whole_of(x);
   with_element(whole.element, [&](auto element) HWY_ATTR {
     with_format(scaling.format, [&](auto format) HWY_ATTR {
-      const float largest =
-          quantize_input(element, x, MxTiles<format()>(whole, scaling.square_blocks, row, column));
+      const float largest = quantize_input(
+          element, x, MxTiles<format()>(whole, scaling.options.square_blocks, row, column));
       if (amax != nullptr) *amax = largest;
     });
   });
@@ -84,8 +84,8 @@ void clear_paddings(ConstRows x, const Mxfp8Output& row, const Mxfp8Output& colu
 
 }  // namespace
 
-void mxfp8_quantize(const Input& x, const Mxfp8Scaling& scaling, Mxfp8Output row,
-                    Mxfp8Output column, float* amax) {
+void mxfp8_quantize(const Input& x, const Fp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
+                    float* amax) {
   if (has_first_rows(x)) clear_paddings(whole_of(x), row, column);
   HWY_DYNAMIC_DISPATCH(quantize)(x, scaling, row, column, amax);
 }

@@ -284,7 +284,7 @@ HWY_INLINE void choose_for_rows(const Fp4Tile& tile, const Fp4TensorScale& tenso
       Vf lanes[kFp4Block];
       for (size_t k = 0; k < kFp4Block; ++k) lanes[k] = hn::Load(d, x[k] + r);
       const Fp4BlockCandidates of(lanes, hn::BitCast(d, hn::Load(di, amax + r)), tensor,
-                                  scaling.four_over_six);
+                                  scaling.options.four_over_six);
       hn::Store(of.six.scale, du, scale[0] + r);
       hn::Store(of.four.scale, du, scale[1] + r);
       hn::Store(of.six.factor, d, factor[0] + r);
@@ -292,7 +292,7 @@ HWY_INLINE void choose_for_rows(const Fp4Tile& tile, const Fp4TensorScale& tenso
       hn::Store(of.error_of_six, d, error[0] + r);
       hn::Store(of.error_of_four, d, error[1] + r);
     }
-    if (scaling.square_blocks)
+    if (scaling.options.square_blocks)
       for (float* errors : error) sum_by_halves(errors);
     for (size_t r = 0; r < tile.rows; ++r) {
       const size_t chosen = error[1][r] < error[0][r] ? 1 : 0;
@@ -303,7 +303,7 @@ HWY_INLINE void choose_for_rows(const Fp4Tile& tile, const Fp4TensorScale& tenso
 }
 
 HWY_INLINE bool is_chosen_by_rows(const Fp4Scaling& scaling) {
-  return scaling.square_blocks && scaling.four_over_six != FourOverSix::off;
+  return scaling.options.square_blocks && scaling.options.four_over_six != FourOverSix::off;
 }
 
 /// Writes the packed codes of row `r` of a tile.
@@ -403,13 +403,15 @@ HWY_INLINE Fp4Blocks column_blocks(const Fp4Work& work, size_t c, const Vf* x,
   const U32 du;
   const I32 di;
   auto amax = hn::Set(di, work.amax[0][c / kFp4Block]);
-  if (!scaling.square_blocks) {
+  if (!scaling.options.square_blocks) {
     amax = magnitude_bits_of(x[0]);
     for (size_t i = 1; i < kFp4Block; ++i) amax = hn::Max(amax, magnitude_bits_of(x[i]));
   }
-  if (scaling.four_over_six == FourOverSix::off) return blocks_to_six(hn::BitCast(d, amax), tensor);
-  if (!scaling.square_blocks)
-    return Fp4BlockCandidates(x, hn::BitCast(d, amax), tensor, scaling.four_over_six).chosen();
+  if (scaling.options.four_over_six == FourOverSix::off)
+    return blocks_to_six(hn::BitCast(d, amax), tensor);
+  if (!scaling.options.square_blocks)
+    return Fp4BlockCandidates(x, hn::BitCast(d, amax), tensor, scaling.options.four_over_six)
+        .chosen();
   Fp4Blocks of_rows = blocks_to_six(hn::BitCast(d, amax), tensor);
   of_rows.scale = hn::Set(du, uint32_t{work.scale[0][c / kFp4Block]});
   of_rows.factor = hn::Set(d, work.factor[0][c / kFp4Block]);
@@ -438,7 +440,7 @@ HWY_INLINE void quantize_fp4_columns(const Fp4Tile& tile, const Fp4Scaling& scal
         std::memcpy(to, buffer, there);
       }
     };
-    columns_at(work, c, scaling.rotates_columns, x);
+    columns_at(work, c, scaling.options.hadamard, x);
     const Fp4Blocks blocks = column_blocks(work, c, x, scaling, tensor);
     put(blocks.scale, scales + c);
     Vu words[kFp4Block];

@@ -54,16 +54,18 @@ float amax_of_rotated(ConstRows x) {
 template <bool kStochastic>
 void quantize_tiles(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, float row_amax,
                     Fp4Output column, float column_amax) {
-  const Fp4TensorScale row_tensor(row_amax, scaling.largest_scale),
-      column_tensor(column_amax, scaling.largest_scale);
+  const Fp4TensorScale row_tensor(row_amax, scaling), column_tensor(column_amax, scaling);
+  if (row.amax != nullptr) *row.amax = row_tensor.amax;
+  if (column.amax != nullptr) *column.amax = column_tensor.amax;
   const size_t padded_rows = fp4_blocks(x.rows) * kFp4Block,
                padded_cols = fp4_blocks(x.cols) * kFp4Block;
   const size_t row_stride = fp4_code_shape(Fp4Direction::row, x.rows, x.cols).cols;
   const size_t row_scales = fp4_scale_shape(Fp4Direction::row, x.rows, x.cols).cols,
                column_scales = fp4_scale_shape(Fp4Direction::column, x.rows, x.cols).cols;
   for_each_tile(x, [&](const Fp4Tile& tile, Fp4Work& work) HWY_ATTR {
-    if (row || scaling.square_blocks) look_at_rows(tile, scaling.square_blocks, work);
-    if (is_chosen_by_rows(scaling) || (row && scaling.four_over_six != FourOverSix::off)) {
+    if (row || scaling.options.square_blocks)
+      look_at_rows(tile, scaling.options.square_blocks, work);
+    if (is_chosen_by_rows(scaling) || (row && scaling.options.four_over_six != FourOverSix::off)) {
       choose_for_rows(tile, row_tensor, scaling, work);
     } else if (row) {
       scale_rows(tile, row_tensor, work);
@@ -86,11 +88,10 @@ void quantize_tiles(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, float
 }
 
 void quantize(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column, float amax) {
-  const bool rotates = scaling.rotates_columns && column;
+  const bool rotates = scaling.options.hadamard && column;
   const float column_amax = rotates ? amax_of_rotated(x) : amax;
-  if (row.amax != nullptr) *row.amax = amax;
-  if (column.amax != nullptr) *column.amax = column_amax;
-  const auto run = scaling.stochastic ? &quantize_tiles<true> : &quantize_tiles<false>;
+  const auto run =
+      scaling.options.stochastic_rounding ? &quantize_tiles<true> : &quantize_tiles<false>;
   run(x, scaling, row, amax, column, column_amax);
 }
 

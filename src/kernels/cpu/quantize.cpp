@@ -177,17 +177,16 @@ HWY_EXPORT(dequantize_to);
 
 Seen seen_in(const Input& x) { return HWY_DYNAMIC_DISPATCH(look_at_all)(x); }
 
-void quantize_current_seen(ConstRows x, const Seen& seen, const CurrentScaling& scaling,
+void quantize_current_seen(ConstRows x, const Seen& seen, const Fp8Scaling& scaling,
                            Fp8Output out) {
-  const float quant_scale =
-      scale_from_amax(seen.amax, scaling.format, scaling.eps, scaling.power_of_two, FLT_MAX);
+  const float quant_scale = scale_from_amax(seen.amax, scaling, FLT_MAX);
   HWY_DYNAMIC_DISPATCH(quantize_scaled)
   (x, scaling.format, seen.amax, seen.has_nan, quant_scale, out.codes);
   if (out.amax != nullptr) *out.amax = seen.amax;
   if (out.dequant_scale != nullptr) *out.dequant_scale = divide(1.0f, quant_scale);
 }
 
-void quantize_current(const Input& x, const CurrentScaling& scaling, Fp8Output out) {
+void quantize_current(const Input& x, const Fp8Scaling& scaling, Fp8Output out) {
   quantize_current_seen(whole_of(x), seen_in(x), scaling, out);
 }
 

@@ -111,14 +111,11 @@ kernels::Fp8BlockOutput output(GroupOut group, Direction direction) {
 
 kernels::cpu::Seen quantize(const kernels::cpu::Input& x, const std::optional<Tensor>&,
                             const Quantizer& quantizer, GroupOut group) {
-  const kernels::Fp8BlockScaling scaling{quantizer.format->element,
-                                         static_cast<float>(quantizer.amax_epsilon),
-                                         quantizer.power_of_two};
   kernels::Fp8BlockOutput row, square;
   (is_square(quantizer) ? square : row) = output(group, Direction::row);
   kernels::cpu::Seen seen;
-  kernels::cpu::fp8_block_quantize(x, scaling, row, output(group, Direction::column), square,
-                                   &seen.amax);
+  kernels::cpu::fp8_block_quantize(x, {quantizer.format->element, quantizer}, row,
+                                   output(group, Direction::column), square, &seen.amax);
   return seen;
 }
 
@@ -191,8 +188,7 @@ const CodeLayout kSquareScale{
 const ScalingDef kBlockScaling{
     .name = "",
     .class_name = "Float8BlockQuantizer",
-    .has_epsilon = true,
-    .has_power_of_two = true,
+    .options = {"eps", "pow2"},
     .reference = line_blocks::reference,
     .cpu = &line_blocks::kOnCpu,
 };

@@ -27,7 +27,6 @@
 #include "kernel_ops/framework/gradient.h"
 #include "kernel_ops/framework/random.h"
 #include "kernel_ops/framework/shapes.h"
-#include "kernels/nvfp4.h"
 #include "quantization/formats/block_scaling.h"
 #include "quantization/formats/fp4_scaling.h"
 #include "quantization/formats/mx_scaling.h"
@@ -99,12 +98,13 @@ bool parse_value(std::string_view text, kernels::FourOverSix& metric) {
 /// An option of quantizers.
 struct OptionRow {
   std::string_view name;
-  /// The flag of a kind of scale that has the option.
-  bool ScalingDef::*flag;
   std::variant<double Quantizer::*, bool Quantizer::*, kernels::FourOverSix Quantizer::*> member;
   /// Whether canonical texts contain the option even at its default.
   bool is_always_written = false;
 
+  bool is_of(const ScalingDef& scaling) const {
+    return std::ranges::find(scaling.options, name) != scaling.options.end();
+  }
   std::string text(const Quantizer& of) const {
     return std::visit([&](auto own) { return std::string(name) + "=" + text_of(of.*own); }, member);
   }
@@ -118,18 +118,15 @@ struct OptionRow {
 
 /// The only list of options, in the order of canonical texts.
 const OptionRow kOptions[] = {
-    {"eps", &ScalingDef::has_epsilon, &Quantizer::amax_epsilon, true},
-    {"pow2", &ScalingDef::has_power_of_two, &Quantizer::power_of_two, true},
-    {"2d", &ScalingDef::has_square_blocks, &Quantizer::square_blocks},
-    {"rht", &ScalingDef::has_hadamard, &Quantizer::hadamard},
-    {"sr", &ScalingDef::has_stochastic_rounding, &Quantizer::stochastic_rounding},
-    {"4over6", &ScalingDef::has_four_over_six, &Quantizer::four_over_six},
+    {"eps", &Quantizer::amax_epsilon, true}, {"pow2", &Quantizer::power_of_two, true},
+    {"2d", &Quantizer::square_blocks},       {"rht", &Quantizer::hadamard},
+    {"sr", &Quantizer::stochastic_rounding}, {"4over6", &Quantizer::four_over_six},
 };
 
 std::string option_names(const ScalingDef& scaling) {
   std::string names;
   for (const OptionRow& option : kOptions)
-    if (scaling.*option.flag) names = joined(std::move(names), option.name);
+    if (option.is_of(scaling)) names = joined(std::move(names), option.name);
   return names.empty() ? "none" : names;
 }
 
@@ -142,7 +139,7 @@ std::string name_of(const FormatDef& format, const ScalingDef& scaling) {
 std::string canonical(const Quantizer& of) {
   std::string text = name_of(*of.format, *of.scaling);
   for (const OptionRow& option : kOptions)
-    if (of.scaling->*option.flag && (option.is_always_written || !option.is_at_default(of)))
+    if (option.is_of(*of.scaling) && (option.is_always_written || !option.is_at_default(of)))
       text += ":" + option.text(of);
   return text;
 }
@@ -171,7 +168,7 @@ void parse_option(std::string_view piece, Quantizer& parsed) {
   const ScalingDef& scaling = *parsed.scaling;
   const auto option = std::ranges::find(kOptions, name, &OptionRow::name);
   const bool is_known =
-      option != std::end(kOptions) && scaling.*option->flag && option->parse(value, parsed);
+      option != std::end(kOptions) && option->is_of(scaling) && option->parse(value, parsed);
   TORCH_CHECK_VALUE(is_known, "quantizer: expected options of ", parsed.format->name, " among ",
                     option_names(scaling), " with a number, 0 or 1 (4over6: 0, mae or mse), got \"",
                     piece, "\". Write them as in \"fp8_e4m3:current:eps=0:pow2=1\".");
@@ -255,7 +252,7 @@ const Quantizer& quantizer(Quantizer options) {
   TORCH_INTERNAL_ASSERT(options.format != nullptr, "a quantizer has a format");
   if (options.scaling == nullptr) options.scaling = options.format->scalings.front();
   for (const OptionRow& option : kOptions)
-    TORCH_CHECK_VALUE(options.scaling->*option.flag || option.is_at_default(options),
+    TORCH_CHECK_VALUE(option.is_of(*options.scaling) || option.is_at_default(options),
                       "quantizer: expected options that ",
                       name_of(*options.format, *options.scaling), " has, which are ",
                       option_names(*options.scaling), ", got ", option.text(options),

@@ -2,6 +2,7 @@
 // on how codes are made and dequantized is in these rows.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <span>
 
@@ -74,8 +75,8 @@ struct ScalingDef {
   std::string_view name;
   /// The class of the fronts that has these options: "MXFP8Quantizer".
   std::string_view class_name;
-  bool has_epsilon = false, has_power_of_two = false, has_square_blocks = false,
-       has_hadamard = false, has_stochastic_rounding = false, has_four_over_six = false;
+  /// The names of its options in texts.
+  std::array<std::string_view, 8> options = {};
   /// Whether the quantization scale is an operand instead of being computed from x.
   bool takes_scale = false;
   /// In ATen operations, for every device and dtype.

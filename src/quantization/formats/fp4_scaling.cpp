@@ -92,12 +92,9 @@ Tensor scales_of_elements(const CodedMatrix& of) {
 }
 
 kernels::Fp4Scaling scaling_of(const Quantizer& quantizer, const std::optional<Tensor>& given) {
-  kernels::Fp4Scaling scaling{.square_blocks = quantizer.square_blocks,
-                              .rotates_columns = quantizer.hadamard,
-                              .stochastic = quantizer.stochastic_rounding,
-                              .four_over_six = quantizer.four_over_six,
+  kernels::Fp4Scaling scaling{.options = quantizer,
                               .largest_scale = quantizer.format->layout.largest_scale};
-  if (scaling.stochastic) {
+  if (quantizer.stochastic_rounding) {
     const auto* words = given->const_data_ptr<int64_t>();
     scaling.seed = static_cast<uint64_t>(words[0]);
     if (given->numel() > 1) scaling.offset = static_cast<uint32_t>(words[1]);
@@ -315,10 +312,7 @@ constexpr CodeLayout kFp4Scale = fp4_blocks::layout<448>(),
 const ScalingDef kFp4Scaling{
     .name = "",
     .class_name = "NVFP4Quantizer",
-    .has_square_blocks = true,
-    .has_hadamard = true,
-    .has_stochastic_rounding = true,
-    .has_four_over_six = true,
+    .options = {"2d", "rht", "sr", "4over6"},
     .reference = fp4_blocks::reference,
     .cpu = &fp4_blocks::kOnCpu,
 };

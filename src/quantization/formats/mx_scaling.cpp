@@ -78,7 +78,7 @@ kernels::Mxfp8Output output(GroupOut group, Direction direction) {
 kernels::cpu::Seen quantize(const kernels::cpu::Input& x, const std::optional<Tensor>&,
                             const Quantizer& quantizer, GroupOut group) {
   kernels::cpu::Seen seen;
-  kernels::cpu::mxfp8_quantize(x, {quantizer.format->element, quantizer.square_blocks},
+  kernels::cpu::mxfp8_quantize(x, {quantizer.format->element, quantizer},
                                output(group, Direction::row), output(group, Direction::column),
                                &seen.amax);
   return seen;
@@ -158,7 +158,7 @@ const CodeLayout kMxScale{
 const ScalingDef kMxScaling{
     .name = "",
     .class_name = "MXFP8Quantizer",
-    .has_square_blocks = true,
+    .options = {"2d"},
     .reference = mx_blocks::reference,
     .cpu = &mx_blocks::kOnCpu,
 };

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "kernels/quantize_options.h"
 #include "tandem/export.h"
 
 namespace tandem {
@@ -20,29 +21,12 @@ enum class Direction : uint8_t {
 
 struct FormatDef;
 struct ScalingDef;
-namespace kernels {
-enum class FourOverSix : uint8_t;  // nvfp4.h
-}
 
 /// A format, a kind of scale and its options. Identified by its address: equal quantizers are one
 /// object, which lives as long as the process.
-struct Quantizer {
+struct Quantizer : kernels::QuantizeOptions {
   const FormatDef* format = nullptr;
   const ScalingDef* scaling = nullptr;
-  /// "eps": a lower bound of amax.
-  double amax_epsilon = 0;
-  /// "pow2": scales are powers of two.
-  bool power_of_two = false;
-  /// "2d": blocks are square, and both directions have equal codes.
-  bool square_blocks = false;
-  /// "rht": column codes are codes of rotated groups. The orthogonal matrix is the one for both
-  /// operands of a product, so that the rotation cancels.
-  bool hadamard = false;
-  /// "sr": codes are rounded up or down at random, right on average, by a seed that is passed in.
-  bool stochastic_rounding = false;
-  /// "4over6": the largest number of a block becomes 6 or 4, whichever has the smaller error: the
-  /// sum of absolute errors ("mae") or of their squares ("mse"). It excludes `stochastic_rounding`.
-  kernels::FourOverSix four_over_six{};
   /// Canonical: "fp8_e4m3:current:eps=0:pow2=0".
   std::string text;
 };

@@ -33,11 +33,6 @@ void dequantize(const CodedMatrix& codes, const Tensor& y) {
 
 Tensor scales_of_elements(const CodedMatrix& codes) { return *codes.dequant_scale; }
 
-kernels::CurrentScaling options_of(const Quantizer& quantizer) {
-  return {quantizer.format->element, static_cast<float>(quantizer.amax_epsilon),
-          quantizer.power_of_two};
-}
-
 kernels::Fp8Output output(GroupOut group, float* amax = nullptr) {
   const Tensor& scale = group[row_scale];
   return {group[row_codes].data_ptr<uint8_t>(), scale.defined() ? scale.data_ptr<float>() : nullptr,
@@ -48,14 +43,16 @@ kernels::cpu::Seen quantize_current(const kernels::cpu::Input& x, const std::opt
                                     const Quantizer& quantizer, GroupOut group) {
   if (!group[row_codes].defined()) return kernels::cpu::seen_in(x);
   kernels::cpu::Seen seen;
-  kernels::cpu::quantize_current(x, options_of(quantizer), output(group, &seen.amax));
+  kernels::cpu::quantize_current(x, {quantizer.format->element, quantizer},
+                                 output(group, &seen.amax));
   return seen;
 }
 
 void quantize_current_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
                            const std::optional<Tensor>&, const Quantizer& quantizer,
                            GroupOut group) {
-  kernels::cpu::quantize_current_seen(y, seen, options_of(quantizer), output(group));
+  kernels::cpu::quantize_current_seen(y, seen, {quantizer.format->element, quantizer},
+                                      output(group));
 }
 
 kernels::cpu::Seen quantize_delayed(const kernels::cpu::Input& x,
@@ -124,8 +121,7 @@ const CodeLayout kTensorScale{
 const ScalingDef kCurrentScaling{
     .name = "current",
     .class_name = "Float8CurrentScalingQuantizer",
-    .has_epsilon = true,
-    .has_power_of_two = true,
+    .options = {"eps", "pow2"},
     .reference = whole_tensors::current_reference,
     .cpu = &whole_tensors::kCurrentOnCpu,
 };
