@@ -309,15 +309,7 @@ class TANDEM_API MultiheadAttentionImpl : public torch::nn::Module {
 ///          has inference_params and the options have no layer_number; c10::TypeError for a mask of
 ///          integers.
 /// Source:  Vaswani et al. 2017, arXiv:1706.03762.
-class MultiheadAttention : public torch::nn::ModuleHolder<MultiheadAttentionImpl> {
- public:
-  using torch::nn::ModuleHolder<MultiheadAttentionImpl>::ModuleHolder;
-  using Impl = MultiheadAttentionImpl;
-  MultiheadAttention(int64_t hidden_size, int64_t num_attention_heads,
-                     const MultiheadAttentionOptions& own = {},
-                     const at::TensorOptions& options = {})
-      : ModuleHolder(std::make_shared<MultiheadAttentionImpl>(hidden_size, num_attention_heads, own,
-                                                              options)) {}
-};
+using MultiheadAttention =
+    ModuleOf<MultiheadAttentionImpl, MultiheadAttentionOptions, int64_t, int64_t>;
 
 }  // namespace tandem

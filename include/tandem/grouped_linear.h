@@ -105,15 +105,6 @@ class TANDEM_API GroupedLinearImpl : public PipelineModule {
 ///          A call: c10::ValueError where m_splits is no list of num_gemms whole numbers whose sum
 ///          is at most the rows of x.
 ///          `load`: c10::ValueError where the archive has another number of groups.
-class GroupedLinear : public torch::nn::ModuleHolder<GroupedLinearImpl> {
- public:
-  using torch::nn::ModuleHolder<GroupedLinearImpl>::ModuleHolder;
-  using Impl = GroupedLinearImpl;
-  GroupedLinear(int64_t num_gemms, int64_t in_features, int64_t out_features,
-                const GroupedLinearOptions& grouped_linear = {},
-                const at::TensorOptions& options = {})
-      : ModuleHolder(std::make_shared<GroupedLinearImpl>(num_gemms, in_features, out_features,
-                                                         grouped_linear, options)) {}
-};
+using GroupedLinear = ModuleOf<GroupedLinearImpl, GroupedLinearOptions, int64_t, int64_t, int64_t>;
 
 }  // namespace tandem

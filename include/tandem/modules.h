@@ -149,22 +149,31 @@ class TANDEM_API OpModule : public PipelineModule {
 
 class TANDEM_API LinearImpl : public OpModule {
  public:
-  LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& linear = {},
+  LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& own = {},
              const at::TensorOptions& options = {});
 };
 
 class TANDEM_API LayerNormLinearImpl : public OpModule {
  public:
   LayerNormLinearImpl(int64_t in_features, int64_t out_features,
-                      const LayerNormLinearOptions& layer_norm_linear = {},
+                      const LayerNormLinearOptions& own = {},
                       const at::TensorOptions& options = {});
 };
 
 class TANDEM_API LayerNormMLPImpl : public OpModule {
  public:
   LayerNormMLPImpl(int64_t hidden_size, int64_t ffn_hidden_size,
-                   const LayerNormMLPOptions& layer_norm_mlp = {},
-                   const at::TensorOptions& options = {});
+                   const LayerNormMLPOptions& own = {}, const at::TensorOptions& options = {});
+};
+
+/// A shared handle, like the handles of torch::nn, whose constructor takes options in braces.
+template <typename Contained, typename Options, typename... Sizes>
+class ModuleOf : public torch::nn::ModuleHolder<Contained> {
+ public:
+  using torch::nn::ModuleHolder<Contained>::ModuleHolder;
+  using Impl = Contained;
+  ModuleOf(Sizes... sizes, const Options& own = {}, const at::TensorOptions& options = {})
+      : torch::nn::ModuleHolder<Contained>(std::make_shared<Contained>(sizes..., own, options)) {}
 };
 
 /// y = x weight^T + bias, as one pipeline. Where ranks share a row-parallel weight, the bias is
@@ -176,14 +185,7 @@ class TANDEM_API LayerNormMLPImpl : public OpModule {
 ///          LinearOptions::tensor_parallel says.
 /// Dtypes:  y has the dtype of torch.autocast, else of the weight.
 /// Throws:  c10::ValueError as ops::linear.
-class Linear : public torch::nn::ModuleHolder<LinearImpl> {
- public:
-  using torch::nn::ModuleHolder<LinearImpl>::ModuleHolder;
-  using Impl = LinearImpl;
-  Linear(int64_t in_features, int64_t out_features, const LinearOptions& linear = {},
-         const at::TensorOptions& options = {})
-      : ModuleHolder(std::make_shared<LinearImpl>(in_features, out_features, linear, options)) {}
-};
+using Linear = ModuleOf<LinearImpl, LinearOptions, int64_t, int64_t>;
 
 /// y = norm(x) weight^T + bias, as one pipeline.
 ///
@@ -193,31 +195,13 @@ class Linear : public torch::nn::ModuleHolder<LinearImpl> {
 ///          LayerNormLinearOptions::tensor_parallel says.
 /// Dtypes:  y has the dtype of torch.autocast, else of the weight.
 /// Throws:  c10::ValueError as ops::layer_norm_linear, but accepts return_bias.
-class LayerNormLinear : public torch::nn::ModuleHolder<LayerNormLinearImpl> {
- public:
-  using torch::nn::ModuleHolder<LayerNormLinearImpl>::ModuleHolder;
-  using Impl = LayerNormLinearImpl;
-  LayerNormLinear(int64_t in_features, int64_t out_features,
-                  const LayerNormLinearOptions& layer_norm_linear = {},
-                  const at::TensorOptions& options = {})
-      : ModuleHolder(std::make_shared<LayerNormLinearImpl>(in_features, out_features,
-                                                           layer_norm_linear, options)) {}
-};
+using LayerNormLinear = ModuleOf<LayerNormLinearImpl, LayerNormLinearOptions, int64_t, int64_t>;
 
 /// y = activation(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias, as one pipeline.
 ///
 /// Shapes:  x [..., hidden_size] -> y like x.
 /// Dtypes:  y has the dtype of torch.autocast, else of the weights.
 /// Throws:  c10::ValueError as ops::layer_norm_mlp, but accepts return_bias.
-class LayerNormMLP : public torch::nn::ModuleHolder<LayerNormMLPImpl> {
- public:
-  using torch::nn::ModuleHolder<LayerNormMLPImpl>::ModuleHolder;
-  using Impl = LayerNormMLPImpl;
-  LayerNormMLP(int64_t hidden_size, int64_t ffn_hidden_size,
-               const LayerNormMLPOptions& layer_norm_mlp = {},
-               const at::TensorOptions& options = {})
-      : ModuleHolder(std::make_shared<LayerNormMLPImpl>(hidden_size, ffn_hidden_size,
-                                                        layer_norm_mlp, options)) {}
-};
+using LayerNormMLP = ModuleOf<LayerNormMLPImpl, LayerNormMLPOptions, int64_t, int64_t>;
 
 }  // namespace tandem

@@ -62,14 +62,7 @@ class TANDEM_API TransformerLayerImpl : public torch::nn::Module {
 /// Shapes:  x [sequence, batch, hidden_size], or with bshd [batch, sequence, hidden_size] -> y like
 ///          x.
 /// Throws:  as MultiheadAttention and LayerNormMLP.
-class TransformerLayer : public torch::nn::ModuleHolder<TransformerLayerImpl> {
- public:
-  using torch::nn::ModuleHolder<TransformerLayerImpl>::ModuleHolder;
-  using Impl = TransformerLayerImpl;
-  TransformerLayer(int64_t hidden_size, int64_t ffn_hidden_size, int64_t num_attention_heads,
-                   const TransformerLayerOptions& layer = {}, const at::TensorOptions& options = {})
-      : ModuleHolder(std::make_shared<TransformerLayerImpl>(hidden_size, ffn_hidden_size,
-                                                            num_attention_heads, layer, options)) {}
-};
+using TransformerLayer =
+    ModuleOf<TransformerLayerImpl, TransformerLayerOptions, int64_t, int64_t, int64_t>;
 
 }  // namespace tandem

@@ -37,13 +37,4 @@ Op with_gradients(Op op, const Options& options) {
 /// Returns the parameters that no basic op reads.
 std::vector<at::Tensor> unread_parameters(const Op& op);
 
-/// Splits the parameters "weight" and "bias" of an op into one for each part of the output
-/// features: "<name>_weight", "<name>_bias". `out_features` and the features of parts count all
-/// ranks. Does nothing where `parts` is empty.
-///
-/// Throws:  c10::ValueError where parts do not sum up to out_features, where their names do not
-///          differ, and where ranks cannot share them evenly.
-void split_parameters(Op& op, const std::vector<std::pair<std::string, int64_t>>& parts,
-                      int64_t out_features, int64_t ranks);
-
 }  // namespace tandem::ops
