@@ -9,8 +9,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from tandem.arguments import Fixed, Of, at_default, drawing, flag, positive
-from tandem.ops.collective import _Collective, _replacement, share
+from tandem.arguments import Fixed, Of, at_default, drawing, flag
+from tandem.ops.collective import _Collective, _replacement
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.linear import BasicLinear
 from tandem.ops.norm import LayerNorm, RMSNorm
@@ -22,8 +22,7 @@ from tandem.quantized.weights import in_microbatch
 from tandem.regions.model_init import note_init, quantize_weights
 
 Init = Callable[[torch.Tensor], Any]
-Rows = Mapping[str, int]  # the rows of each part of a parameter, by the part's name, in order
-Parts = list[tuple[BasicOperation, Mapping[str, str | Rows]]]  # an op, and for each of its parameters the module's name, or the names and rows of parts
+Parts = list[tuple[BasicOperation, Mapping[str, str]]]  # an op, and for each of its parameters the module's name
 
 # Arguments of TransformerEngine's constructors of which this version supports one value only.
 _ONE_VALUE: dict[str, Any] = {
@@ -83,21 +82,18 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
         self.use_bias, self.return_bias = flag(name, "bias", given["bias"]), flag(name, "return_bias", given["return_bias"])
         into_main_grad = flag(name, "fuse_wgrad_accumulation", given["fuse_wgrad_accumulation"])
         is_delaying = flag(name, "delay_wgrad_compute", given["delay_wgrad_compute"])
-        self._joined_rows: dict[str, Rows] = {}
         parts = self._parts(given)
         self._check_main_grad(into_main_grad, given.get("parameters_split") is not None)
-        taken = [(part, self._take(part, names, given["device"])) for part, names in parts]
-        if not self.use_bias and self._result_bias not in self._parameters:
-            self._lack(self._result_bias, "bias=False", "bias=True")
+        split = getattr(self, "parameters_split", None)
+        taken = [(part, self._take(part, split, names, given["device"])) for part, names in parts]
+        for bias in () if self.use_bias else (*[weight.removesuffix("weight") + "bias" for weight in self._inits], self._result_bias):
+            self._lack(bias, "bias=False", "bias=True")
         if self.use_bias and self.return_bias:  # no op adds this bias
             taken.pop()
-        rows_of_parts = {each: size for rows in self._joined_rows.values() for each, size in rows.items()}
-        self._join({operand: tuple(each) for operand, each in self._joined_rows.items()}, rows_of_parts)
         self._own(taken)
         for part in self._products:
             part.accumulate_into_main_grad = into_main_grad
             self._delay(part, is_delaying)
-        self._bring_together()
         self.reset_parameters()
         self.__dict__["_deferred"] = any(param.is_meta for param in self._parameters.values() if param is not None)
         note_init(self)
@@ -115,26 +111,6 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
     def _weights_in_codes(self) -> tuple[Sequence[str], str]:
         return [*self._inits], BasicLinear._kind
 
-    def _take(self, part: BasicOperation, names: Mapping[str, str | Rows], device: torch.device | str | None) -> dict[str, str]:
-        """Creates the module's parameters for those of an op, and returns their names by the op's. A parameter that has parts in the module gets the same
-        parts in the op."""
-        in_owner: dict[str, str] = {}
-        for own, ours in names.items():
-            like = part.get_parameter(own)
-            rows = {ours: like.shape[0]} if isinstance(ours, str) else ours
-            for name, size in rows.items():
-                self.register_parameter(name, torch.nn.Parameter(torch.empty(size, *like.shape[1:], device=device, dtype=like.dtype)))
-                if isinstance(part, BasicLinear) and not self.use_bias:
-                    self._lack(name.removesuffix("weight") + "bias", "bias=False", "bias=True")
-            if isinstance(ours, str):
-                in_owner[own] = ours
-                continue
-            self._joined_rows[own] = rows
-            part.__dict__.update(_parameter_names=tuple(rows), _joins=(len(rows),))
-            part._join({own: tuple(rows)})  # type: ignore[attr-defined]
-            in_owner.update({name: name for name in rows})
-        return in_owner
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._bring_together()  # an assigned state dict has put the parts in memory of their own
@@ -147,7 +123,7 @@ class Module(ProductMixin, JoinedMixin, CompositeOperation):
     @fuse_wgrad_accumulation.setter
     def fuse_wgrad_accumulation(self, value: bool) -> None:
         value = flag(self._get_name(), "fuse_wgrad_accumulation", value)
-        self._check_main_grad(value, bool(self._joined_rows))
+        self._check_main_grad(value, bool(self.__dict__.get("_joined")))  # empty in pickles of older versions
         for part in self._products:
             part.accumulate_into_main_grad = value
 
@@ -339,16 +315,6 @@ def check_mode(op: str, parallel_mode: str | None) -> None:
     """Raises ValueError unless `parallel_mode` is "column" (ranks share a weight's rows), "row" (its columns) or None."""
     if parallel_mode not in (None, "column", "row"):
         raise ValueError(f'{op}: expected parallel_mode None, "column" or "row", got {parallel_mode!r}. Name how ranks share the weight.')
-
-
-def sizes_of_rank(op: str, parallel_mode: str | None, in_features: int, out_features: int, ranks: int) -> tuple[int, int]:
-    """The number of columns and of rows that a rank has of a weight [out_features, in_features]."""
-    columns, rows = positive(op, "in_features", in_features), positive(op, "out_features", out_features)
-    if parallel_mode == "column":
-        rows = share(op, "out_features", rows, ranks)
-    elif parallel_mode == "row":
-        columns = share(op, "in_features", columns, ranks)
-    return columns, rows
 
 
 def check_group(op: str, group: Any, size: int) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from tandem import ops
 from tandem.arguments import Fixed, drawing, flag, whole
-from tandem.modules.base import Init, ProductMixin, check_dtype, check_group, check_mode, check_one_value, draw, sizes_of_rank
+from tandem.modules.base import Init, ProductMixin, check_dtype, check_group, check_mode, check_one_value, draw
+from tandem.ops.collective import sizes_of_rank
 from tandem.quantized.weights import in_microbatch
 
 

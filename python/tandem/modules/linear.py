@@ -9,8 +9,8 @@ from typing import Any, ParamSpec
 import torch
 
 from tandem.arguments import Fixed, at_default, flag, positive
-from tandem.modules.base import Init, Module, NormedModule, Parts, Rows, check_mode, sizes_of_rank
-from tandem.ops.collective import collectives
+from tandem.modules.base import Init, Module, NormedModule, Parts, check_mode
+from tandem.ops.collective import collectives, sizes_of_rank
 from tandem.ops.linear import BasicLinear, Bias
 from tandem.pipelines.joined import Split, split_sizes
 
@@ -39,27 +39,18 @@ class OneProduct(Module):
         made: dict[str, Any] = {"device": "meta", "dtype": given["params_dtype"]}
         keeps_x = flag(op, "save_original_input", given.get("save_original_input", False))
         product = BasicLinear(self.in_features, self.out_features, save_original_input=keeps_x, **made)
-        bias: Parts = [(Bias(self.out_features, **made), {"bias": self._named("bias")})] if self.use_bias else []
-        return [*[(part, {}) for part in before], (product, {"weight": self._named("weight")}), *[(part, {}) for part in after], *bias]
-
-    def _named(self, operand: str) -> str | Rows:
-        """The name of the module's parameter for an operand, or, with `parameters_split`, the rows of each of its parts by the part's name."""
-        split = self.parameters_split
-        return operand if split is None else {f"{part}_{operand}": size for part, size in split.items()}
-
-    def _names_of(self, operand: str) -> tuple[str, ...]:
-        named = self._named(operand)
-        return (named,) if isinstance(named, str) else tuple(named)
+        bias: Parts = [(Bias(self.out_features, **made), {"bias": "bias"})] if self.use_bias else []
+        return [*[(part, {}) for part in before], (product, {"weight": "weight"}), *[(part, {}) for part in after], *bias]
 
     @property
     def weight_names(self) -> tuple[str, ...]:
         """The names of the weight's parameters: "weight", or one for each part."""
-        return self._names_of("weight")
+        return ("weight",) if self.parameters_split is None else tuple([f"{part}_weight" for part in self.parameters_split])
 
     @property
     def bias_names(self) -> tuple[str, ...]:
         """The names of the bias's parameters: "bias", or one for each part."""
-        return self._names_of("bias")
+        return tuple([f"{name.removesuffix('weight')}bias" for name in self.weight_names])
 
     def _sharded_dimensions(self) -> dict[str, int]:
         if self.tp_size == 1:

@@ -24,7 +24,7 @@ class DeferredMixin:
 
     def _give_first_values(self: Any) -> None:
         """Resets the parameters at the end of a constructor. If they are on the meta device, the first call resets them."""
-        if any(param.is_meta for param in self.parameters()):
+        if any([param is not None and param.is_meta for param in self._parameters.values()]):
             self.__dict__["_deferred"] = True
         else:
             self.reset_parameters()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed
 
-from tandem.arguments import flag
+from tandem.arguments import flag, positive
 from tandem.op_base.changes import Changes
 from tandem.ops.op import BasicOperation
 
@@ -131,6 +131,16 @@ def share(op: str, name: str, features: int, size: int) -> int:
     if features % size:
         raise ValueError(f"{op}: expected {name} that {size} ranks share evenly, got {features}. Use a multiple of {size}.")
     return features // size
+
+
+def sizes_of_rank(op: str, mode: str | None, in_features: int, out_features: int, ranks: int) -> tuple[int, int]:
+    """The number of columns and of rows that a rank has of a weight [out_features, in_features]."""
+    columns, rows = positive(op, "in_features", in_features), positive(op, "out_features", out_features)
+    if mode == "column":
+        rows = share(op, "out_features", rows, ranks)
+    elif mode == "row":
+        columns = share(op, "in_features", columns, ranks)
+    return columns, rows
 
 
 class SharedByRanks:

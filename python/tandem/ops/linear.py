@@ -15,13 +15,13 @@ from tandem.op_base.checkpoint import drop_extra_state, rename
 from tandem.op_base.context import OperationContext
 from tandem.op_base.deferred import DeferredMixin
 from tandem.op_base.directions import Call
-from tandem.ops.collective import CollectivesMixin, SharedByRanks, _Collective, _replacement, checked_group, collectives, group_named, share
+from tandem.ops.collective import CollectivesMixin, SharedByRanks, _Collective, _replacement, checked_group, collectives, group_named, share, sizes_of_rank
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.delayed import ProductOperation, add_gradient, product_into_main_grad
 from tandem.ops.op import BasicOperation
 from tandem.pipelines.buffers import Entry
-from tandem.pipelines.joined import JoinedMixin, Split, laid_together, split_sizes
-from tandem.regions.model_init import note_init, quantize_weights, quantized_model_init
+from tandem.pipelines.joined import JoinedMixin, Split, split_sizes
+from tandem.regions.model_init import note_init, quantize_weights
 
 
 class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
@@ -84,12 +84,8 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
-        self.in_features = self.local_in_features = positive("BasicLinear", "in_features", in_features)
-        self.out_features = self.local_out_features = positive("BasicLinear", "out_features", out_features)
-        if size > 1 and tensor_parallel_mode == "column":
-            self.local_out_features = share("BasicLinear", "out_features", self.out_features, size)
-        elif size > 1:
-            self.local_in_features = share("BasicLinear", "in_features", self.in_features, size)
+        self.local_in_features, self.local_out_features = sizes_of_rank("BasicLinear", tensor_parallel_mode, in_features, out_features, size)
+        self.in_features, self.out_features = int(in_features), int(out_features)
         sizes = (self.local_out_features, self.local_in_features)
         self.weight = torch.nn.Parameter(torch.empty(sizes, device=device, dtype=parameter_dtype("BasicLinear", dtype)))
         self._give_first_values()
@@ -237,11 +233,7 @@ class Linear(SharedByRanks, JoinedMixin, CompositeOperation, torch.nn.Linear):  
                 of its own, adjacent in one memory, so that one product runs without copying them. None: no parts.
         """
         before, after, size = collectives("Linear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
-        local_in, local_out = positive("Linear", "in_features", in_features), positive("Linear", "out_features", out_features)
-        if size > 1 and tensor_parallel_mode == "column":
-            local_out = share("Linear", "out_features", local_out, size)
-        elif size > 1:
-            local_in = share("Linear", "in_features", local_in, size)
+        local_in, local_out = sizes_of_rank("Linear", tensor_parallel_mode, in_features, out_features, size)
         parts = None
         if parameters_split is not None:
             ranks = size if tensor_parallel_mode == "column" else 1
@@ -251,16 +243,15 @@ class Linear(SharedByRanks, JoinedMixin, CompositeOperation, torch.nn.Linear):  
                     "Linear: expected accumulate_into_main_grad=False with parameters_split, as a product adds to one main_grad, got True. "
                     "Build one Linear for each part."
                 )
-        with quantized_model_init(enabled=False):  # the weights are quantized at the end, after a subclass's reset_parameters too
-            linear = BasicLinear(
-                local_in,
-                local_out,
-                device=device,
-                dtype=dtype,
-                rng_state_tracker_function=rng_state_tracker_function,
-                accumulate_into_main_grad=accumulate_into_main_grad,
-            )
-        added = [Bias(local_out, device=device, dtype=dtype)] if bias else []
+        linear = BasicLinear(
+            local_in,
+            local_out,
+            device="meta",
+            dtype=dtype,
+            rng_state_tracker_function=rng_state_tracker_function,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
+        added = [Bias(local_out, device="meta", dtype=dtype)] if bias else []
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = int(in_features), int(out_features)
         self.local_in_features, self.local_out_features = local_in, local_out
@@ -268,36 +259,22 @@ class Linear(SharedByRanks, JoinedMixin, CompositeOperation, torch.nn.Linear):  
         self.tensor_parallel_size = size
         self._sequence_parallel = flag("Linear", "sequence_parallel", sequence_parallel) and size > 1
         if parts is not None:
-            self._split((linear, *added), parts)
-        else:
-            self.weight = linear.weight
-            if added:
-                self.bias = added[0].bias
+            self.__dict__["parameters_split"] = parts
+        for part in (linear, *added):
+            self._take(part, parts, {own: own for own in part._parameter_names}, device)
         if not added:
             self._lack("bias", "bias=False", "bias=True")
         self._own_parts([*before, linear, *added, *after])
-        self.__dict__["_deferred"] = is_meta = next(self.parameters()).is_meta
+        self.__dict__["_deferred"] = is_meta = all([param is None or param.is_meta for param in self._parameters.values()])
+        for part in () if is_meta else (linear, *added):
+            part.reset_parameters()
         if type(self).reset_parameters is not Linear.reset_parameters and not is_meta:
-            self.reset_parameters()  # the constructors of the parts have called this class's, but not a subclass's
+            self.reset_parameters()  # a subclass's, which need not give each parameter a value
         note_init(self)
         quantize_weights(self)
 
     def _weights_in_codes(self) -> tuple[Sequence[str], str]:
         return [name for name in self._parameters if name.endswith("weight")], BasicLinear._kind
-
-    def _split(self, ops: Sequence[BasicOperation], parts: dict[str, int]) -> None:
-        """Replaces each op's parameter by one parameter for each part."""
-        joined, rows_of_parts = {}, {}
-        for op in ops:
-            (operand,) = op._parameter_names
-            names = joined[operand] = tuple(f"{part}_{operand}" for part in parts)
-            for name, rows in zip(names, laid_together(getattr(op, operand).detach().split(list(parts.values()))), strict=True):
-                self.register_parameter(name, torch.nn.Parameter(rows))
-            op.__dict__.update(_parameter_names=names, _joins=(len(names),))
-            op._join({operand: names})  # type: ignore[attr-defined]
-            rows_of_parts.update(zip(names, parts.values(), strict=True))
-        self._join(joined, rows_of_parts)
-        self.__dict__["parameters_split"] = parts
 
     def _own_parts(self, parts: Sequence[BasicOperation]) -> None:
         self._own([(part, {name: name for name in part._parameter_names}) for part in parts])

@@ -60,8 +60,10 @@ def are_adjacent(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def laid_together(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Adjacent copies of the parts in one memory, each with a storage of its own; on the meta device the parts themselves."""
-    return parts if parts[0].is_meta else _C.laid_together(list(parts))
+    """Adjacent copies of the parts in one memory, each with a storage of its own; separate copies if the parts are on the meta device or fake."""
+    if parts[0].is_meta or type(parts[0]) is not torch.Tensor:
+        return [part.clone() for part in parts]
+    return _C.laid_together(list(parts))
 
 
 class _Whole(torch.Tensor):
@@ -159,8 +161,24 @@ def _bring_codes_together(parts: Sequence[QuantizedTensor]) -> None:
 class JoinedMixin:
     """For modules with operands that are several parameters. `_joined` holds the names of these parameters by operand."""
 
-    def _join(self, names: Mapping[str, tuple[str, ...]], rows: Mapping[str, int] | None = None) -> None:
-        self.__dict__.update(_joined=dict(names), _rows_of_parts=dict(rows or {}))
+    def _take(self: Any, part: Any, parts: Mapping[str, int] | None, names: Mapping[str, str], device: torch.device | str | None) -> dict[str, str]:
+        """Creates parameters like those of `part`, an op on the meta device, and returns their names by the op's. `names` are the module's names by the
+        op's, and `parts` the rows by name of what a parameter is split into, in the op too; None: no parameter is."""
+        in_owner, known = {}, self.__dict__
+        for own, ours in names.items():
+            like = part.get_parameter(own)
+            value = torch.empty(like.shape, device=device, dtype=like.dtype)
+            if parts is None or not isinstance(part, JoinedMixin):
+                self.register_parameter(ours, torch.nn.Parameter(value))
+                in_owner[own] = ours
+                continue
+            rows = {f"{each}_{ours}": size for each, size in parts.items()}
+            for name, each in zip(rows, laid_together(value.split([*rows.values()])), strict=True):
+                self.register_parameter(name, torch.nn.Parameter(each))
+                in_owner[name] = name
+            part.__dict__.update(_parameter_names=tuple(rows), _joins=(len(rows),), _joined={own: tuple(rows)})
+            known.update(_joined={**known.get("_joined", {}), own: tuple(rows)}, _rows_of_parts={**known.get("_rows_of_parts", {}), **rows})
+        return in_owner
 
     def _check_parts(self) -> None:
         """Raises ValueError if a part has another number of rows than at construction. Callers use it after a call has failed."""
