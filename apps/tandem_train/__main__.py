@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
 from collections.abc import Sequence
 
-from .files import CHECKPOINT, OutFolder, UserError
-from .options import OPTIONS, parsed, resumed
+from .files import CHECKPOINT, OutFolder, UserError, tell
 
 
 def _train(arguments: Sequence[str] | None, stack: contextlib.ExitStack) -> int:
+    from .options import OPTIONS, parsed, resumed  # loads torch, which takes a while
+
     given, flags = parsed(arguments)
     try:
-        from .session import Session, load_checkpoint, tell
+        from .session import Session, load_checkpoint
     except ModuleNotFoundError as error:
         raise UserError(f"expected the package safetensors, got a Python without it ({error}). Run: {sys.executable} -m pip install safetensors.") from None
 
@@ -38,7 +40,8 @@ def _train(arguments: Sequence[str] | None, stack: contextlib.ExitStack) -> int:
     finished = session.run(out)
     if not finished:
         tell(f"tandem train: stopped and saved. Go on with: {session.resume_command()}\n")
-    _print(json.dumps(session.document(finished), indent=1) + "\n" if flags["json"] else "\n" + session.summary() if finished else "")
+    if flags["json"] or finished:
+        _print(json.dumps(session.document(finished), indent=1) + "\n" if flags["json"] else "\n" + session.summary())
     return 0 if finished else 130
 
 
@@ -47,6 +50,8 @@ def _print(text: str) -> None:
     try:
         if sys.stdout is None:
             raise OSError(9, "Bad file descriptor")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # for names of files
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
@@ -63,9 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             return _train(arguments, stack)
     except UserError as error:
-        if sys.stderr is not None:
-            sys.stderr.write(f"tandem train: {error}\n")
+        tell(f"tandem train: {error}\n")
         return 2
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        tell(f"tandem train: expected sizes that fit in memory, got an error ({error}). Pass smaller sizes of the model, --batch or --context.\n")
+        return 2
+    except KeyboardInterrupt:  # while there is nothing to save
+        return 130
 
 
 if __name__ == "__main__":

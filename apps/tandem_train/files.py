@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import shutil
 import stat
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +20,14 @@ _FORMAT = "tandem train files 3"
 
 class UserError(Exception):
     """An error that the user can mend. Its text says what was expected, what came and what to do."""
+
+
+def tell(text: str) -> None:
+    """Writes to standard error, where there is one."""
+    with contextlib.suppress(OSError):  # what cannot be told stops nothing
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 def bytes_text(count: float) -> str:
@@ -56,9 +67,10 @@ def _digest(data: bytes) -> list[Any]:
 
 def _is_row(line: bytes) -> bool:
     try:
-        return "run" in json.loads(line)
-    except (ValueError, TypeError):
+        row = json.loads(line)
+    except (ValueError, RecursionError):
         return False
+    return isinstance(row, dict) and "run" in row and ("step" in row or "final" in row)
 
 
 class OutFolder:
@@ -76,10 +88,10 @@ class OutFolder:
         self.path = Path(path)
         try:
             if create:
-                self.path.mkdir(parents=True, exist_ok=True)
+                os.makedirs(path, exist_ok=True)  # unlike Path, it refuses ""
             if self.path.exists() and not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "Permission denied")
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise UserError(f"expected a folder that can be written, got {path} ({error.strerror}). Pass another folder with --out.") from None
         self._stamps: dict[str, tuple[int, ...]] = {}  # of files whose content has been compared
@@ -91,7 +103,7 @@ class OutFolder:
             if not isinstance(error, OSError):
                 raise
             raise UserError(
-                f"expected a folder that no other training writes to, got {path} (another process trains there). "
+                f"expected a folder that no other training writes to, got {path} ({'another process trains there' if isinstance(error, BlockingIOError) else error.strerror}). "
                 "Wait for its end, or pass another folder with --out."
             ) from None
 
@@ -103,11 +115,10 @@ class OutFolder:
 
     def _listed(self) -> dict[str, list[list[Any]]]:
         self._refuse_oddity(LIST)
-        path = self.path / LIST
-        if not path.exists():
+        if not (self.path / LIST).exists():
             return {}
         try:
-            listed = json.loads(path.read_bytes())
+            listed = json.loads(self._read(LIST))
             files = listed["files"]
             if listed["format"] != _FORMAT or not all(type(size) is int and size >= 0 for contents in files.values() for size, _ in contents):
                 raise ValueError
@@ -128,6 +139,12 @@ class OutFolder:
         if path.exists() and not path.is_file():
             self._refuse(name, "a folder" if path.is_dir() else "not a regular file")
 
+    def _read(self, name: str) -> bytes:
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            self._refuse(name, error.strerror)
+
     def _stamp(self, name: str) -> tuple[int, ...]:
         found = os.lstat(self.path / name)
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
@@ -140,7 +157,7 @@ class OutFolder:
                 continue
             if name not in self._files:
                 self._refuse(name, "tandem train did not write it")
-            data = (self.path / name).read_bytes()
+            data = self._read(name)
             if not any(_digest(data[:size]) == [size, digest] and self._is_growth(name, data[size:]) for size, digest in self._files[name]):
                 self._refuse(name, "changed since Tandem wrote it")
             self._stamps[name] = self._stamp(name)
@@ -157,13 +174,18 @@ class OutFolder:
     def remove_parts(self, names: Iterable[str]) -> None:
         """Removes what a killed training had half written."""
         for name in (LIST, *names):
-            (self.path / self._part(name)).unlink(missing_ok=True)
+            try:
+                (self.path / self._part(name)).unlink(missing_ok=True)
+            except OSError as error:
+                self._refuse(self._part(name), error.strerror)
 
     def _replace(self, name: str, data: bytes) -> None:
         """Writes a file so that a crash leaves either the old or the new content."""
         part = self.path / self._part(name)
         try:
             with open(part, "xb") as file:
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copymode(self.path / name, part)
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -190,7 +212,7 @@ class OutFolder:
         name = METRICS
         self.require_free([name])
         try:
-            file = os.open(self.path / name, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+            file = os.open(self.path / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 before = os.fstat(file).st_size
                 if os.write(file, data) != len(data):
@@ -200,6 +222,7 @@ class OutFolder:
                 os.close(file)
         except OSError as error:
             raise UserError(f"expected a file that can be written, got {self.path / name} ({error.strerror}). Free some space or choose another folder.") from None
+        self._hash = self._hash if before else hashlib.sha256()  # somebody may remove the file
         self._hash.update(data)
         self._settle(name, self._hash, before + len(data))
 
@@ -212,4 +235,4 @@ class OutFolder:
 
     def recognize(self, name: str) -> None:
         """Takes the present content of a file for Tandem's, because the file itself proves it."""
-        self._files.setdefault(name, []).append(_digest((self.path / name).read_bytes()))
+        self._files.setdefault(name, []).append(_digest(self._read(name)))

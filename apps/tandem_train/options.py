@@ -34,7 +34,7 @@ class Whole(NamedTuple):
         return f"a whole number from {self.least} to {self.most}"
 
     def read(self, text: str) -> Any:
-        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,19}", text) else text
+        return int(text) if re.fullmatch(r"-?[0-9]{1,19}", text) else text
 
     def holds(self, value: object) -> bool:
         return type(value) is int and self.least <= value <= self.most
@@ -50,10 +50,7 @@ class Real(NamedTuple):
         return f"a number from {self.least:g} to {self.most:g}"
 
     def read(self, text: str) -> Any:
-        try:
-            return float(text)
-        except ValueError:
-            return text
+        return float(text) if re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) else text
 
     def holds(self, value: object) -> bool:
         return type(value) in (int, float) and self.least <= value <= self.most  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -22,7 +23,7 @@ from safetensors.torch import save
 import tandem
 from tandem.report.inspection import Watched, picture
 
-from .files import CHECKPOINT, METRICS, REPORT, OutFolder, UserError, read_text
+from .files import CHECKPOINT, METRICS, REPORT, OutFolder, UserError, read_text, tell
 from .options import configuration_of, resolved
 from .report import results_table, report_html
 from .training import PeakMemory, TextData, Training
@@ -30,16 +31,6 @@ from .training import PeakMemory, TextData, Training
 FORMAT = "tandem train checkpoint 3"
 _STATE: dict[str, type] = {"run_index": int, "step": int, "results": list, "log": list, "losses": list, "step_seconds": list, "plan_svg": str, "inspected": list}
 _STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-
-
-def tell(text: str) -> None:
-    """Writes to standard error, where there is one."""
-    try:
-        if sys.stderr is not None:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-    except OSError:
-        pass  # progress that cannot be written stops nothing
 
 
 class Interruption:
@@ -85,7 +76,8 @@ class Progress:
         line = f"{self._run:<6} [{'#' * filled}{'.' * (20 - filled)}] {done}/{self._steps}  {bits:.3f} bits/byte  "
         line += f"{tokens / self._pace:.0f} tokens/s  ETA {hours}:{left % 60:02}"
         if self._terminal:
-            line = line[: os.get_terminal_size(sys.stderr.fileno()).columns - 1]  # a wrapped line could not be redrawn
+            with contextlib.suppress(OSError):  # the terminal may close meanwhile
+                line = line[: os.get_terminal_size(sys.stderr.fileno()).columns - 1]  # a wrapped line could not be redrawn
         tell(f"\r\x1b[K{line}" if self._terminal else line + "\n")
 
     def finish(self) -> None:
@@ -100,12 +92,16 @@ def _refuse_damaged(path: Path, got: object) -> UserError:
     )
 
 
+def _raw(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
 def digest(state: str, tensors: dict[str, torch.Tensor]) -> str:
     """SHA-256 of all that a checkpoint holds."""
     digest = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
-        digest.update(memoryview(tensors[name].contiguous().view(-1).view(torch.uint8).numpy()))
+        digest.update(_raw(tensors[name]))
     return digest.hexdigest()
 
 
@@ -123,9 +119,10 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
         if metadata.get("format") != FORMAT:
             raise _refuse_damaged(path, "another file")
-        if metadata.get("sha256") != digest(metadata["state"], tensors):
+        text = bytes(_raw(tensors.pop("state"))).decode()
+        if metadata.get("sha256") != digest(text, tensors):
             raise _refuse_damaged(path, "another checksum of what it holds")
-        state = json.loads(metadata["state"])
+        state = json.loads(text)
         if not isinstance(state, dict) or not isinstance(state.get("configuration"), dict):
             raise _refuse_damaged(path, "one without a configuration")
         return state, tensors
@@ -196,7 +193,8 @@ class Session:
         state = {"configuration": configuration_of(self.options), "text_bytes": self._text_bytes, "text_sha256": self._text_sha256}
         text = json.dumps(state | {name: getattr(self, name) for name in _STATE})
         tensors = {name: tensor.contiguous() for name, tensor in training.state().items()}
-        out.write(CHECKPOINT, save(tensors, {"format": FORMAT, "state": text, "sha256": digest(text, tensors)}))
+        raw = torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)  # metadata may not be longer than 100 MB
+        out.write(CHECKPOINT, save(tensors | {"state": raw}, {"format": FORMAT, "sha256": digest(text, tensors)}))
 
     def run(self, out: OutFolder) -> bool:
         """Trains until all runs have ended (True), or until a signal, and saves (False)."""
@@ -210,7 +208,9 @@ class Session:
                 if not self._train_one(out, self.runs[self.run_index], interruption):
                     return False
                 self.step, self.losses, self.step_seconds = 0, [], []
-        out.write(REPORT, report_html(self.title(), self.results, self.log, self.plan_svg, self._picture() if self._inspect else "", self.sample).encode())
+            inspection = self._picture() if self._inspect else ""
+            page = report_html(self.title(), self.results, self.log, self.plan_svg, inspection, self.sample)
+            out.write(REPORT, page.encode(errors="backslashreplace"))
         return True
 
     def _train_one(self, out: OutFolder, run: str, interruption: Interruption) -> bool:
@@ -253,7 +253,8 @@ class Session:
                 progress.show(self.step, metrics.bits_per_byte, metrics.seconds, tokens, (len(self.runs) - self.run_index) * steps - self.step)
             every = self.options["checkpoint-every"]
             if every and (self.step % every == 0 or self.step == steps):
-                self._save(out, training)
+                with memory.paused():
+                    self._save(out, training)
         progress.finish()
         self._finish_one(out, run, training, memory.bytes())
         return True
@@ -261,9 +262,9 @@ class Session:
     def _finish_one(self, out: OutFolder, run: str, training: Training, peak_memory: int) -> None:
         result = {
             "run": run,
+            "saved_bytes_per_token": training.saved_bytes_per_token(),
             "validation_bits_per_byte": training.validation_bits_per_byte(),
             "tokens_per_second": self._step_tokens / statistics.median(self.step_seconds),
-            "saved_bytes_per_token": training.saved_bytes_per_token(),
             "peak_memory_bytes": peak_memory,
         }
         self.plan_svg = training.plan_svg() or self.plan_svg
@@ -297,8 +298,8 @@ class Session:
             "command": "train",
             "finished": finished,
             "configuration": configuration_of(self.options),
-            "results": self.results,
-            "log": self.log,
+            "results": [*map(_strict, self.results)],
+            "log": [*map(_strict, self.log)],
             "inspection": [_inspected(run, Watched(*row)) for run, *row in self.inspected],
             "metrics": str(out / METRICS),
         }
@@ -328,13 +329,17 @@ class Session:
 
 
 def _inspected(run: str, row: Watched) -> dict[str, Any]:
-    """A measurement as JSON, which has no infinity."""
-    numbers = {key: value if value != math.inf else None for key, value in row._asdict().items() if key not in ("name", "role")}
-    return {"run": run, "tensor": f"{row.name}: {row.role}"} | numbers
+    numbers = {key: value for key, value in row._asdict().items() if key not in ("name", "role")}
+    return {"run": run, "tensor": f"{row.name}: {row.role}"} | _strict(numbers)
+
+
+def _strict(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for JSON, which has neither infinity nor NaN."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(_strict(row), separators=(",", ":")).encode() + b"\n"
 
 
 def default_text() -> str:

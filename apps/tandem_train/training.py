@@ -210,13 +210,28 @@ class Training:
 
 
 class PeakMemory:
-    """The largest resident memory of this process since the object was made, above what it had then, in bytes. Linux only."""
+    """The largest resident memory of this process since the object was made, above what it had then, in bytes.
+
+    Linux's /proc/self/clear_refs resets the maximum. Where it may not be written, only growth beyond an earlier maximum is seen.
+    """
 
     def __init__(self) -> None:
+        self._restart()
+        self._before, self._most = self._status("VmRSS"), 0
+
+    @staticmethod
+    def _restart() -> None:
         tandem.empty_cache()  # memory that earlier work freed does not count
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before = self._status("VmRSS")
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what is used meanwhile."""
+        self._most = self.bytes()
+        yield
+        self._restart()
 
     @staticmethod
     def _status(field: str) -> int:
@@ -225,4 +240,4 @@ class PeakMemory:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
     def bytes(self) -> int:
-        return self._status("VmHWM") - self._before
+        return max(self._most, self._status("VmHWM") - self._before)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from tandem_train.__main__ import main
 from tandem_train.session import FORMAT, digest
@@ -103,4 +104,5 @@ def seal(folder, state, tensors):
     """Writes a checkpoint as the trainer itself would, whatever it holds."""
     text = json.dumps(state)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    save_file(tensors, folder / "checkpoint.safetensors", {"format": FORMAT, "state": text, "sha256": digest(text, tensors)})
+    metadata = {"format": FORMAT, "sha256": digest(text, tensors)}
+    save_file(tensors | {"state": torch.tensor([*text.encode()], dtype=torch.uint8)}, folder / "checkpoint.safetensors", metadata)

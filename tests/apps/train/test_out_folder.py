@@ -136,7 +136,7 @@ def test_metrics_of_a_killed_training(tmp_path):
     process.kill()
     process.communicate(timeout=60)
     left = (out / "metrics.jsonl").read_bytes()
-    for notes in (b"MY OWN NOTES\n", b"[]\n", b'{"notes": "mine"}\n'):
+    for notes in (b"MY OWN NOTES\n", b'["run"]\n', b'{"run": "mine"}\n'):
         (out / "metrics.jsonl").write_bytes(left + notes)
         for _ in range(2):
             assert_refused(train(out, "--runs", "plain", check=False), "metrics.jsonl (changed since Tandem wrote it)")

@@ -22,6 +22,8 @@ def test_unknown_option():
         ("--layers", "two", "a whole number from 1 to 1000"),
         ("--batch", "-5", "a whole number from 1"),
         ("--learning-rate", "fast", "a number from 0 to 10"),
+        ("--steps", "+5", "a whole number from 1"),
+        ("--learning-rate", "1_0", "a number from 0 to 10"),
         ("--learning-rate", "nan", "a number from 0 to 10"),
         ("--dtype", "float64", "one of auto, float32, bfloat16"),
         ("--runs", "plain,fast", "some of plain, tandem, float32, bfloat16, fp8"),
@@ -57,12 +59,13 @@ def test_unwritable_out_folder(tmp_path):
     occupied.write_text("mine")
     assert_refused(train(occupied, check=False), "a folder that can be written", "occupied", "--out")
     assert_refused(train(occupied / "below", check=False), "a folder that can be written", "--out")
+    assert_refused(train("", check=False), "a folder that can be written", "--out")
     assert_refused(train("/proc/tandem", check=False), "a folder that can be written", "--out")
     assert occupied.read_text() == "mine"
 
 
 def test_text_of_any_bytes(tmp_path):
-    text = tmp_path / "bytes.bin"
+    text = tmp_path / os.fsdecode(b"bytes\xff.bin")
     text.write_bytes(bytes(range(256)) * 8)
     done = train(tmp_path / "out", "--text", text, "--runs", "plain")
     assert "bits/byte" in done.stdout
@@ -224,6 +227,25 @@ def test_json_is_one_document(tmp_path):
     assert done.stderr == ""
     assert document["finished"] and [result["run"] for result in document["results"]] == ["tandem"]
     assert document["configuration"]["layers"] == 1 and document["log"] and document["sample"]
+
+
+def test_json_has_no_nan(tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem_train.session.Training.validation_bits_per_byte", lambda _: float("nan"))
+    done = train(tmp_path / "out", "--runs", "plain", "--json")
+    for text in (done.stdout, *(tmp_path / "out" / "metrics.jsonl").read_text().splitlines()):
+        json.loads(text, parse_constant=pytest.fail)
+
+
+def test_sizes_beyond_memory(tmp_path):
+    limit = 16 << 30
+    done = train(tmp_path / "out", "--hidden", 65536, "--json", check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+    assert_refused(done, "fit in memory", "Pass smaller sizes")
+
+
+def test_peak_memory_leaves_checkpoints_out(tmp_path):
+    sizes = ["--runs", "plain", "--hidden", 256, "--layers", 2, "--steps", 3, "--json"]
+    peaks = [json.loads(train(tmp_path / every, *sizes, "--checkpoint-every", every).stdout)["results"][0]["peak_memory_bytes"] for every in "01"]
+    assert peaks[1] < 1.2 * peaks[0]
 
 
 def test_diverged_training_says_so(tmp_path):
