@@ -37,6 +37,7 @@ if(TARGET tandem_cli)
   install(TARGETS tandem_cli RUNTIME DESTINATION ${program_dir})
 endif()
 if(TARGET _C AND SKBUILD)
+  install(FILES data/kjv.txt DESTINATION ${SKBUILD_PLATLIB_DIR}/tandem_train/data)  # the text that the trainer reads
   set_target_properties(_C PROPERTIES INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")
   install(TARGETS _C LIBRARY DESTINATION .)
   configure_file(cmake/_build.py.in ${PROJECT_BINARY_DIR}/generated/_build.py @ONLY)

@@ -24,7 +24,7 @@ library_seconds=$(seconds_since "$start")
 # A stamp of the package's files tells whether the installed package is up to date; if so, nothing is installed.
 start=$(now)
 package_stamp() {
-  { find python apps include cmake pyproject.toml -type f ! -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
+  { find python apps include data cmake pyproject.toml -type f ! -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
     sha256sum "$folder"/src/libtandem.so "$folder"/src/_C.*.so "$folder"/bin/tandem; } | sha256sum
 }
 if [ "$(cat .venv/tandem.stamp 2>/dev/null)" != "$(package_stamp)" ] || [ ! -e .venv/bin/tandem-train ]; then
