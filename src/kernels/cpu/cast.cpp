@@ -107,20 +107,6 @@ HWY_INLINE void cast_row(E element, const typename E::Stored* x, size_t count, c
   }
 }
 
-template <typename Rows, typename Body>
-HWY_INLINE void for_each_row(const Rows& matrix, Body&& body) {
-  const auto grain =
-      static_cast<int64_t>(std::max<size_t>(1, 32768 / std::max<size_t>(1, matrix.cols)));
-  with_element(matrix.element, [&](auto element) HWY_ATTR {
-    parallel_for(0, static_cast<int64_t>(matrix.rows), grain,
-                 [&](int64_t first, int64_t last) HWY_ATTR {
-                   const ScopedFloatMode mode;
-                   for (auto r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r)
-                     body(element, decltype(element)::at(matrix.data, r * matrix.stride), r);
-                 });
-  });
-}
-
 void cast_rows(ConstRows x, const Cast& cast, uint8_t* codes) {
   for_each_row(x, [&](auto element, const auto* row, size_t r) HWY_ATTR {
     const size_t at = r * x.cols;

@@ -159,44 +159,27 @@ HWY_INLINE void dequantize_by_column(E element, const uint8_t* HWY_RESTRICT code
                                      const float* HWY_RESTRICT dequant_scale,
                                      typename E::Stored* HWY_RESTRICT y) {
   const hn::ScalableTag<float> d;
-  const hn::RebindToUnsigned<decltype(d)> du;
-  const hn::Rebind<uint8_t, decltype(d)> d8;
-  const size_t lanes = hn::Lanes(d);
-  size_t c = 0;
-  for (; c + lanes <= count; c += lanes) {
-    const auto value = fp8_values<kFormat>(d, hn::PromoteTo(du, hn::LoadU(d8, codes + c)));
-    store(element, d, hn::Mul(value, hn::LoadU(d, dequant_scale + c)), y + c);
-  }
-  for (; c < count; ++c) dequantize_row<kFormat>(element, codes + c, 1, dequant_scale[c], y + c);
+  write_row(element, count, y, [&](size_t c, auto part) TANDEM_INLINE_LAMBDA {
+    return hn::Mul(fp8_values<kFormat>(d, load_bytes(d, codes + c, part)),
+                   load_part(Float32{}, d, dequant_scale + c, part));
+  });
 }
 
 void dequantize_blocks(const uint8_t* codes, const float* dequant_scale, Fp8Format format,
                        Fp8BlockShape shape, Rows y) {
   const size_t stride = fp8_block_scales(shape, y.rows, y.cols).cols;
-  const auto grain = static_cast<int64_t>(std::max<size_t>(1, 32768 / std::max<size_t>(1, y.cols)));
-  with_element(y.element, [&](auto element) HWY_ATTR {
-    using E = decltype(element);
-    with_format(format, [&](auto kind) HWY_ATTR {
-      parallel_for(
-          0, static_cast<int64_t>(y.rows), grain, [&](int64_t first, int64_t last) HWY_ATTR {
-            const ScopedFloatMode mode;
-            for (size_t r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
-              const uint8_t* from = codes + r * y.cols;
-              auto* to = E::at(y.data, r * y.stride);
-              if (shape == Fp8BlockShape::column) {
-                dequantize_by_column<kind()>(element, from, y.cols,
-                                             dequant_scale + r / kFp8Block * stride, to);
-                continue;
-              }
-              for (size_t c = 0; c < y.cols; c += kFp8Block) {
-                const size_t b = c / kFp8Block, at = shape == Fp8BlockShape::row
-                                                         ? b * stride + r
-                                                         : r / kFp8Block * stride + b;
-                dequantize_row<kind()>(element, from + c, std::min(kFp8Block, y.cols - c),
-                                       dequant_scale[at], to + c);
-              }
-            }
-          });
+  with_format(format, [&](auto kind) HWY_ATTR {
+    for_each_row(y, [&](auto element, auto* to, size_t r) HWY_ATTR {
+      const uint8_t* from = codes + r * y.cols;
+      if (shape == Fp8BlockShape::column)
+        return dequantize_by_column<kind()>(element, from, y.cols,
+                                            dequant_scale + r / kFp8Block * stride, to);
+      for (size_t c = 0; c < y.cols; c += kFp8Block) {
+        const size_t b = c / kFp8Block,
+                     at = shape == Fp8BlockShape::row ? b * stride + r : r / kFp8Block * stride + b;
+        dequantize_row<kind()>(element, from + c, std::min(kFp8Block, y.cols - c),
+                               dequant_scale[at], to + c);
+      }
     });
   });
 }

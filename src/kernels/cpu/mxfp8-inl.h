@@ -32,22 +32,10 @@ HWY_INLINE void dequantize_columns(E element, const uint8_t* HWY_RESTRICT codes,
                                    const uint8_t* HWY_RESTRICT dequant_scale,
                                    typename E::Stored* HWY_RESTRICT y) {
   const hn::ScalableTag<float> d;
-  const hn::RebindToUnsigned<decltype(d)> du;
-  const hn::Rebind<uint8_t, decltype(d)> d8;
-  const auto value = [&](const uint8_t* code, const uint8_t* scale) TANDEM_INLINE_LAMBDA {
-    return hn::Mul(fp8_values<kFormat>(d, hn::PromoteTo(du, hn::LoadU(d8, code))),
-                   e8m0_values(d, hn::PromoteTo(du, hn::LoadU(d8, scale))));
-  };
-  const size_t lanes = hn::Lanes(d);
-  size_t c = 0;
-  for (; c + lanes <= count; c += lanes)
-    store(element, d, value(codes + c, dequant_scale + c), y + c);
-  if (c < count) {
-    HWY_ALIGN uint8_t code[HWY_MAX_BYTES] = {}, scale[HWY_MAX_BYTES] = {};
-    std::memcpy(code, codes + c, count - c);
-    std::memcpy(scale, dequant_scale + c, count - c);
-    store_first(element, d, value(code, scale), y + c, count - c);
-  }
+  write_row(element, count, y, [&](size_t c, auto part) TANDEM_INLINE_LAMBDA {
+    return hn::Mul(fp8_values<kFormat>(d, load_bytes(d, codes + c, part)),
+                   e8m0_values(d, load_bytes(d, dequant_scale + c, part)));
+  });
 }
 
 #if TANDEM_HAS_ELEMENT_PAIRS

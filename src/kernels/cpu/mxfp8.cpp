@@ -36,29 +36,16 @@ bool takes_bands() { return TANDEM_HAS_ELEMENT_PAIRS != 0; }
 void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,
                        MxDirection direction, Rows y) {
   const size_t stride = mx_scale_shape(direction, y.rows, y.cols).cols;
-  const int64_t grain =
-      static_cast<int64_t>(std::max<size_t>(1, 32768 / std::max<size_t>(1, y.cols)));
-  with_element(y.element, [&](auto element) HWY_ATTR {
-    using E = decltype(element);
-    with_format(format, [&](auto kind) HWY_ATTR {
-      parallel_for(
-          0, static_cast<int64_t>(y.rows), grain, [&](int64_t first, int64_t last) HWY_ATTR {
-            const ScopedFloatMode mode;
-            for (size_t r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
-              const uint8_t* from = codes + r * y.cols;
-              auto* to = E::at(y.data, r * y.stride);
-              if (direction == MxDirection::row) {
-                for (size_t c = 0; c < y.cols; c += kMxBlock) {
-                  const float factor = float_from_e8m0(dequant_scale[r * stride + c / kMxBlock]);
-                  dequantize_row<kind()>(element, from + c, std::min(kMxBlock, y.cols - c), factor,
-                                         to + c);
-                }
-              } else {
-                dequantize_columns<kind()>(element, from, y.cols,
-                                           dequant_scale + r / kMxBlock * stride, to);
-              }
-            }
-          });
+  with_format(format, [&](auto kind) HWY_ATTR {
+    for_each_row(y, [&](auto element, auto* to, size_t r) HWY_ATTR {
+      const uint8_t* from = codes + r * y.cols;
+      if (direction == MxDirection::column)
+        return dequantize_columns<kind()>(element, from, y.cols,
+                                          dequant_scale + r / kMxBlock * stride, to);
+      for (size_t c = 0; c < y.cols; c += kMxBlock) {
+        const float factor = float_from_e8m0(dequant_scale[r * stride + c / kMxBlock]);
+        dequantize_row<kind()>(element, from + c, std::min(kMxBlock, y.cols - c), factor, to + c);
+      }
     });
   });
 }

@@ -47,23 +47,12 @@ HWY_INLINE void fp4_values_by_column(E element, const uint8_t* HWY_RESTRICT code
                                      const uint8_t* HWY_RESTRICT scales, const Fp4Decoding& tensor,
                                      size_t count, typename E::Stored* HWY_RESTRICT y) {
   const F32 d;
-  const U32 du;
-  const hn::Rebind<uint8_t, F32> d8;
-  const auto values = [&](const uint8_t* from, const uint8_t* scale) TANDEM_INLINE_LAMBDA {
-    const auto bytes = hn::PromoteTo(du, hn::LoadU(d8, from));
+  write_row(element, count, y, [&](size_t c, auto part) TANDEM_INLINE_LAMBDA {
+    const auto bytes = load_bytes(d, codes + c, part);
     const auto code = kHigh ? hn::ShiftRight<4>(bytes) : bytes;
-    const auto factor = fp4_dequant_factors(hn::PromoteTo(du, hn::LoadU(d8, scale)), tensor);
+    const auto factor = fp4_dequant_factors(load_bytes(d, scales + c, part), tensor);
     return hn::Mul(fp8_values<Fp8Format::e2m1>(d, code), factor);
-  };
-  const size_t lanes = hn::Lanes(d);
-  size_t c = 0;
-  for (; c + lanes <= count; c += lanes) store(element, d, values(codes + c, scales + c), y + c);
-  if (c < count) {
-    HWY_ALIGN uint8_t code[HWY_MAX_BYTES] = {}, scale[HWY_MAX_BYTES] = {};
-    std::memcpy(code, codes + c, count - c);
-    std::memcpy(scale, scales + c, count - c);
-    store_first(element, d, values(code, scale), y + c, count - c);
-  }
+  });
 }
 
 /// One row of y from row codes.

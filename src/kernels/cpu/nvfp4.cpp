@@ -108,25 +108,16 @@ void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, float
   const bool by_row = direction == Fp4Direction::row;
   const size_t stride = fp4_code_shape(direction, y.rows, y.cols).cols,
                scale_stride = fp4_scale_shape(direction, y.rows, y.cols).cols;
-  const auto grain = static_cast<int64_t>(std::max<size_t>(1, 32768 / std::max<size_t>(1, y.cols)));
-  with_element(y.element, [&](auto element) HWY_ATTR {
+  for_each_row(y, [&](auto element, auto* to, size_t r) HWY_ATTR {
     using E = decltype(element);
-    parallel_for(0, static_cast<int64_t>(y.rows), grain, [&](int64_t first, int64_t last) HWY_ATTR {
-      const ScopedFloatMode mode;
-      for (auto r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
-        auto* to = E::at(y.data, r * y.stride);
-        if (by_row) {
-          fp4_values_by_row(element, codes + r * stride, dequant_scale + r * scale_stride, tensor,
-                            y.cols, to);
-          continue;
-        }
-        const uint8_t* from = codes + r / 2 * stride;
-        const uint8_t* scales = dequant_scale + r / kFp4Block * scale_stride;
-        const auto run =
-            r % 2 == 0 ? &fp4_values_by_column<false, E> : &fp4_values_by_column<true, E>;
-        run(element, from, scales, tensor, y.cols, to);
-      }
-    });
+    if (by_row) {
+      fp4_values_by_row(element, codes + r * stride, dequant_scale + r * scale_stride, tensor,
+                        y.cols, to);
+      return;
+    }
+    const auto run = r % 2 == 0 ? &fp4_values_by_column<false, E> : &fp4_values_by_column<true, E>;
+    run(element, codes + r / 2 * stride, dequant_scale + r / kFp4Block * scale_stride, tensor,
+        y.cols, to);
   });
 }
 

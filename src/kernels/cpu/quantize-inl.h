@@ -18,6 +18,7 @@
 #include "hwy/highway.h"
 #include "kernels/cpu/element-inl.h"
 #include "kernels/cpu/float_mode.h"
+#include "kernels/parallel.h"
 #include "kernels/quantize.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -293,25 +294,43 @@ HWY_INLINE hn::Vec<D> fp8_values(D d, hn::Vec<hn::RebindToUnsigned<D>> code) {
   return hn::BitCast(d, hn::IfThenElse(is_nan, hn::Set(du, 0x7FC00000u), value));
 }
 
+/// The bytes at `p`, one per lane; with a count, zeros after so many.
+template <class D>
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> load_bytes(D, const uint8_t* HWY_RESTRICT p, Whole) {
+  return hn::PromoteTo(hn::RebindToUnsigned<D>(), hn::LoadU(hn::Rebind<uint8_t, D>(), p));
+}
+template <class D>
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> load_bytes(D d, const uint8_t* HWY_RESTRICT p,
+                                                       size_t count) {
+  HWY_ALIGN uint8_t buffer[HWY_MAX_BYTES] = {};
+  std::memcpy(buffer, p, count);
+  return load_bytes(d, buffer, Whole{});
+}
+
 /// y[i] = float_from_fp8(codes[i]) * dequant_scale.
 template <Fp8Format kFormat, typename E>
 HWY_INLINE void dequantize_row(E element, const uint8_t* HWY_RESTRICT codes, size_t count,
                                float dequant_scale, typename E::Stored* HWY_RESTRICT y) {
   const hn::ScalableTag<float> d;
-  const hn::RebindToUnsigned<decltype(d)> du;
-  const hn::Rebind<uint8_t, decltype(d)> d8;
   const auto factor = hn::Set(d, dequant_scale);
-  const auto value = [&](const uint8_t* p) TANDEM_INLINE_LAMBDA {
-    return hn::Mul(fp8_values<kFormat>(d, hn::PromoteTo(du, hn::LoadU(d8, p))), factor);
-  };
-  const size_t lanes = hn::Lanes(d);
-  size_t i = 0;
-  for (; i + lanes <= count; i += lanes) store(element, d, value(codes + i), y + i);
-  if (i < count) {
-    HWY_ALIGN uint8_t buffer[HWY_MAX_BYTES] = {};
-    std::memcpy(buffer, codes + i, count - i);
-    store_first(element, d, value(buffer), y + i, count - i);
-  }
+  write_row(element, count, y, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    return hn::Mul(fp8_values<kFormat>(d, load_bytes(d, codes + i, part)), factor);
+  });
+}
+
+/// Calls `body(element, row, r)` for each row of a matrix, on several threads if that pays.
+template <typename Rows, typename Body>
+HWY_INLINE void for_each_row(const Rows& matrix, Body&& body) {
+  const auto grain =
+      static_cast<int64_t>(std::max<size_t>(1, 32768 / std::max<size_t>(1, matrix.cols)));
+  with_element(matrix.element, [&](auto element) HWY_ATTR {
+    parallel_for(0, static_cast<int64_t>(matrix.rows), grain,
+                 [&](int64_t first, int64_t last) HWY_ATTR {
+                   const ScopedFloatMode mode;
+                   for (auto r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r)
+                     body(element, decltype(element)::at(matrix.data, r * matrix.stride), r);
+                 });
+  });
 }
 
 /// Calls `body(std::integral_constant<Fp8Format, ...>{})`. A lambda needs HWY_ATTR before its body.
