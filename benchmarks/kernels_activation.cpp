@@ -136,14 +136,12 @@ void measure(size_t rows, size_t cols, Element element, bool gated, Activation a
   const auto wide_view = [&](auto& bytes) { return Rows{bytes.data(), element, rows, wide, wide}; };
   const auto forward = [&] {
     Operands& o = operands[turn++ % sets];
-    (gated ? glu_forward : activation_forward)(activation, wide_view(o.z), bias, element, {},
-                                               narrow_view(o.y));
+    activation_forward({activation, gated}, wide_view(o.z), bias, element, {}, narrow_view(o.y));
   };
   const auto backward = [&](bool with_y) {
     Operands& o = operands[turn++ % sets];
-    (gated ? glu_backward : activation_backward)(activation, narrow_view(o.grad_y), wide_view(o.z),
-                                                 wide_view(o.grad_z), grad_bias,
-                                                 with_y ? narrow_view(o.y) : Rows{});
+    activation_backward({activation, gated}, narrow_view(o.grad_y), wide_view(o.z),
+                        wide_view(o.grad_z), grad_bias, with_y ? narrow_view(o.y) : Rows{});
   };
   // Streams of equal length: a gated z counts as two.
   const auto move = [&](bool reads_grad, bool writes_grad, bool writes_y) {

@@ -48,12 +48,10 @@ class ActivationKernel : public ::testing::TestWithParam<Param> {
 
   size_t wide(size_t cols) const { return gated_ ? 2 * cols : cols; }
   void forward(ConstRows x, ConstVector bias, Element z_element, Rows z, Rows y) const {
-    (gated_ ? kernels::cpu::glu_forward : kernels::cpu::activation_forward)(act_, x, bias,
-                                                                            z_element, z, y);
+    kernels::cpu::activation_forward({act_, gated_}, x, bias, z_element, z, y);
   }
   void backward(ConstRows grad_y, ConstRows z, Rows grad_z, Vector grad_bias, Rows y) const {
-    (gated_ ? kernels::cpu::glu_backward : kernels::cpu::activation_backward)(act_, grad_y, z,
-                                                                              grad_z, grad_bias, y);
+    kernels::cpu::activation_backward({act_, gated_}, grad_y, z, grad_z, grad_bias, y);
   }
 
   void expect_forward(const Matrix& z, const Matrix& y) const {

@@ -62,7 +62,7 @@ std::pair<size_t, size_t> columns_of(const Function& f, size_t cols, size_t c) {
 }
 
 Function with(Activation activation, kernels::UnitNumbers numbers, size_t interleave = 0) {
-  Function function(activation);
+  Function function(activation, /*gated=*/true);
   function.numbers = numbers;
   function.interleave = interleave;
   return function;
@@ -90,8 +90,9 @@ class UnitAccuracy : public OnEachTarget {
   void expect_all(const Function& f, const Matrix& z, const Matrix& grad_y) {
     const size_t rows = z.rows(), cols = grad_y.cols();
     Matrix y(z.element(), rows, cols), y_again = y, grad_z(z.element(), rows, 2 * cols);
-    kernels::cpu::glu_forward(f, z.view(), {}, z.element(), {}, y.view());
-    kernels::cpu::glu_backward(f, grad_y.view(), z.view(), grad_z.view(), {}, y_again.view());
+    kernels::cpu::activation_forward(f, z.view(), {}, z.element(), {}, y.view());
+    kernels::cpu::activation_backward(f, grad_y.view(), z.view(), grad_z.view(), {},
+                                      y_again.view());
     EXPECT_EQ(y.bits(), y_again.bits()) << "y of backward differs from y of forward";
     const double share = z.element() == Element::float32 ? 0x1p-20 : 0x1p-14;
     for (size_t r = 0; r < rows; ++r)
@@ -165,8 +166,8 @@ TEST_P(UnitAccuracy, InfinitiesAndNan) {
       }
       for (const Function& f :
            {with(Activation::situglu, {4, 25}), with(Activation::clamped_swiglu, {7, 1.702, 1})}) {
-        kernels::cpu::glu_forward(f, z.view(), {}, element, {}, y.view());
-        kernels::cpu::glu_backward(f, grad_y.view(), z.view(), grad_z.view(), {}, {});
+        kernels::cpu::activation_forward(f, z.view(), {}, element, {}, y.view());
+        kernels::cpu::activation_backward(f, grad_y.view(), z.view(), grad_z.view(), {}, {});
         for (size_t c = 0; c < kCols; ++c) {
           const double a = value(z, 0, c);
           const bool is_limit = std::isinf(a) && a < 0;  // -infinity times 0, as in torch
@@ -271,9 +272,10 @@ TEST_P(GatedUnit, TurnsAreHalves) {
       const auto run = [&](const Function& f, const Matrix& from, const Matrix& with_bias) {
         Matrix z(mix.z, kRows, 2 * cols), y(mix.y, kRows, cols),
             y_again = y, grad_z(mix.x, kRows, 2 * cols), grad_bias(Element::float32, 1, 2 * cols);
-        kernels::cpu::glu_forward(f, from.view(), with_bias.parameter(), mix.z, z.view(), y.view());
-        kernels::cpu::glu_backward(f, grad_y.view(), z.view(), grad_z.view(), grad_bias.vector(),
-                                   y_again.view());
+        kernels::cpu::activation_forward(f, from.view(), with_bias.parameter(), mix.z, z.view(),
+                                         y.view());
+        kernels::cpu::activation_backward(f, grad_y.view(), z.view(), grad_z.view(),
+                                          grad_bias.vector(), y_again.view());
         return std::array{z, y, y_again, grad_z, grad_bias};
       };
       const auto expected = run(halves, x, bias);
@@ -294,7 +296,8 @@ TEST_P(KnownGatedUnit, TimesANumberPerRow) {
       for (const Element of_factors : {Element::float32, element})
         for (const size_t cols : {1, 20, 333}) {
           SCOPED_TRACE(::testing::Message() << is_gated << name_of(element) << cols);
-          const Function f = function(is_gated && cols % 20 == 0 ? 5 : 0);
+          Function f = function(is_gated && cols % 20 == 0 ? 5 : 0);
+          f.is_gated = is_gated;
           constexpr size_t kRows = 150;
           const size_t wide = is_gated ? 2 * cols : cols;
           const Matrix x = Matrix::random(element, kRows, wide, 3, 1),
@@ -305,8 +308,8 @@ TEST_P(KnownGatedUnit, TimesANumberPerRow) {
                                           grad_factors(of_factors, 1, kRows);
           for (int threads = 1; threads <= 2; ++threads) {
             const ScopedThreadPool pool(threads);
-            kernels::cpu::scaled_forward(f, is_gated, x.view(), factors.parameter(), y.view());
-            kernels::cpu::scaled_backward(f, is_gated, grad_y.view(), x.view(), factors.parameter(),
+            kernels::cpu::scaled_forward(f, x.view(), factors.parameter(), y.view());
+            kernels::cpu::scaled_backward(f, grad_y.view(), x.view(), factors.parameter(),
                                           grad_x.view(), grad_factors.vector(), y_again.view());
             results[threads - 1] = {y.bits(), y_again.bits(), grad_x.bits(), grad_factors.bits()};
           }

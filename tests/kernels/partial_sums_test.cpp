@@ -86,7 +86,7 @@ TEST_P(SumsByParts, OfGradients) {
       for (const Element element : kElements)
         for (const bool wants_y : {false, true}) {
           constexpr size_t kCols = 37;
-          const kernels::Function function(kernels::Activation::gelu);
+          const kernels::Function function(kernels::Activation::gelu, is_gated);
           const Matrix grad_y = Matrix::random(element, rows, kCols, 0, 4),
                        z = Matrix::random(Element::bfloat16, rows, kCols * (is_gated ? 2 : 1), 3,
                                           5);
@@ -96,18 +96,16 @@ TEST_P(SumsByParts, OfGradients) {
           expect_same_bits(
               rows, z.cols(),
               [&](kernels::Vector sums) {
-                const auto run =
-                    is_gated ? &kernels::cpu::glu_backward : &kernels::cpu::activation_backward;
-                run(function, std::as_const(grad_y).view(), std::as_const(z).view(), grad_z.view(),
-                    sums, wanted(y));
+                kernels::cpu::activation_backward(function, std::as_const(grad_y).view(),
+                                                  std::as_const(z).view(), grad_z.view(), sums,
+                                                  wanted(y));
               },
               [&](size_t first, size_t count, const PartialSums& sums) {
                 Rows of_y = wanted(other_y);
                 if (of_y) of_y = part_of(of_y, first, count);
                 kernels::cpu::some_rows_backward(
-                    function, is_gated, part_of(grad_y.view(), first, count),
-                    part_of(z.view(), first, count), part_of(other_grad_z.view(), first, count),
-                    sums, of_y);
+                    function, part_of(grad_y.view(), first, count), part_of(z.view(), first, count),
+                    part_of(other_grad_z.view(), first, count), sums, of_y);
               });
           EXPECT_EQ(other_grad_z.bits(), grad_z.bits());
           EXPECT_EQ(other_y.bits(), y.bits());

@@ -113,9 +113,7 @@ c10::SymDimVector blocks_of(const Tensor& z, size_t block) {
 }  // namespace
 
 ActivationFunction::ActivationFunction(std::string_view text, bool is_gated)
-    : row_(&row_of(text.substr(0, text.find(':')), is_gated)),
-      is_gated_(is_gated),
-      kernel_(row_->activation) {
+    : row_(&row_of(text.substr(0, text.find(':')), is_gated)), kernel_(row_->activation, is_gated) {
   std::string_view rest = text.substr(row_->name.size());
   bool is_whole = true;
   size_t place = 0;
@@ -131,7 +129,7 @@ ActivationFunction::ActivationFunction(std::string_view text, bool is_gated)
 }
 
 void ActivationFunction::check(std::string_view op, const Tensor& z) const {
-  if (!is_gated_) return;
+  if (!kernel_.is_gated) return;
   check_even_last_dim(op, z);
   if (kernel_.interleave == 0) return;
   const auto both = static_cast<int64_t>(2 * kernel_.interleave);
@@ -142,7 +140,7 @@ void ActivationFunction::check(std::string_view op, const Tensor& z) const {
 
 ResultSpec ActivationFunction::y_like(const Tensor& z, at::ScalarType dtype, bool wanted) const {
   ResultSpec y = like(z, dtype, wanted);
-  if (is_gated_) y.sizes.back() = y.sizes.back() / 2;
+  if (kernel_.is_gated) y.sizes.back() = y.sizes.back() / 2;
   return y;
 }
 
@@ -159,7 +157,7 @@ std::pair<Tensor, Tensor> ActivationFunction::parts(const Tensor& z) const {
 Tensor ActivationFunction::value(const Tensor& z) const {
   const auto& numbers = kernel_.numbers;
   Tensor y;
-  if (is_gated_) {
+  if (kernel_.is_gated) {
     const auto [a, b] = parts(z);
     y = row_->value(a, numbers) * (row_->other ? row_->other(b, numbers) : b);
   } else {
@@ -173,7 +171,7 @@ Tensor ActivationFunction::value(const Tensor& z) const {
 
 Tensor ActivationFunction::grad(const Tensor& grad_y, const Tensor& z) const {
   const auto& numbers = kernel_.numbers;
-  if (!is_gated_) return row_->grad(grad_y, z, numbers);
+  if (!kernel_.is_gated) return row_->grad(grad_y, z, numbers);
   const auto [a, b] = parts(z);
   const Tensor other = row_->other ? row_->other(b, numbers) : b;
   const Tensor grad_a = row_->grad(grad_y * other, a, numbers);

@@ -34,7 +34,6 @@ class ActivationFunction {
   std::pair<Tensor, Tensor> parts(const Tensor& z) const;
 
   const ActivationRow* row_;
-  bool is_gated_;
   kernels::Function kernel_;
 };
 

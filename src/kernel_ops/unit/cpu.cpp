@@ -25,15 +25,15 @@ void ActivationForward::cpu(const Args& args, std::span<Tensor> results) {
   const kernels::ConstRows from = of_x;
   const kernels::Rows sums = rows_out(results[z]);
   const kernels::Element element = element_of(of_y.dtype);
-  const auto run = args.is_gated ? kernels::cpu::glu_forward : kernels::cpu::activation_forward;
   if (!args.codes)
-    return run(function.kernel(), from, bias, element, sums,
-               rows_out(or_scratch(results[y], of_y)));
+    return kernels::cpu::activation_forward(function.kernel(), from, bias, element, sums,
+                                            rows_out(or_scratch(results[y], of_y)));
   const size_t cols = args.is_gated ? from.cols / 2 : from.cols;
   const kernels::Rows made{nullptr, element, from.rows, cols, cols};
   const auto make = [&](size_t first, size_t count, void* to) {
-    run(function.kernel(), rows_from(from, first, count), bias, element,
-        rows_from(sums, first, count), rows_at(to, made, count));
+    kernels::cpu::activation_forward(function.kernel(), rows_from(from, first, count), bias,
+                                     element, rows_from(sums, first, count),
+                                     rows_at(to, made, count));
   };
   make_and_quantize({.y = made, .make = make, .sources = {from}}, results[y], of_y.sizes,
                     args.codes, group_of<ActivationForward>(results));
@@ -43,12 +43,10 @@ void ActivationBackward::cpu(const Args& args, std::span<Tensor> results) {
   const kernels::Function function = ActivationFunction(args.activation, args.is_gated).kernel();
   const RowsIn of_grad(args.grad_y), of_z(args.z);
   const kernels::Vector totals = vector_out(results[grad_bias]);
-  if (!args.codes && !args.y_codes) {
-    const auto run = args.is_gated ? kernels::cpu::glu_backward : kernels::cpu::activation_backward;
-    // Sums of columns are sums of the rounded grad_z.
-    return run(function, of_grad, of_z, rows_out(or_scratch(results[grad_z], like(args.z))), totals,
-               rows_out(results[y]));
-  }
+  if (!args.codes && !args.y_codes)  // sums of columns are sums of the rounded grad_z
+    return kernels::cpu::activation_backward(function, of_grad, of_z,
+                                             rows_out(or_scratch(results[grad_z], like(args.z))),
+                                             totals, rows_out(results[y]));
   const kernels::ConstRows grads = of_grad, from = of_z;
   const kernels::Rows made{nullptr, from.element, from.rows, from.cols, from.cols};
   const SumsOfMade sums(from.rows, totals.size);
@@ -57,7 +55,7 @@ void ActivationBackward::cpu(const Args& args, std::span<Tensor> results) {
                          group_of<ActivationBackward>(results, 1));
   const auto make = [&](size_t first, size_t count, void* to) {
     const kernels::Rows again = of_y.rows(first, count);
-    kernels::cpu::some_rows_backward(function, args.is_gated, rows_from(grads, first, count),
+    kernels::cpu::some_rows_backward(function, rows_from(grads, first, count),
                                      rows_from(from, first, count), rows_at(to, made, count),
                                      sums.from_row(first), again);
     of_y.take(again, first);
@@ -75,15 +73,13 @@ void ActivationBackward::cpu(const Args& args, std::span<Tensor> results) {
 
 void ScaledActivationForward::cpu(const Args& args, std::span<Tensor> results) {
   kernels::cpu::scaled_forward(ActivationFunction(args.activation, args.is_gated).kernel(),
-                               args.is_gated, RowsIn(args.x), VectorIn(args.scales),
-                               rows_out(results[0]));
+                               RowsIn(args.x), VectorIn(args.scales), rows_out(results[0]));
 }
 
 void ScaledActivationBackward::cpu(const Args& args, std::span<Tensor> results) {
   if (results[grad_scales].defined() && args.x.numel() == 0) results[grad_scales].zero_();
   kernels::cpu::scaled_backward(ActivationFunction(args.activation, args.is_gated).kernel(),
-                                args.is_gated, RowsIn(args.grad_y), RowsIn(args.x),
-                                VectorIn(args.scales),
+                                RowsIn(args.grad_y), RowsIn(args.x), VectorIn(args.scales),
                                 rows_out(or_scratch(results[grad_x], like(args.x))),
                                 vector_out(results[grad_scales]), rows_out(results[y]));
 }

@@ -154,19 +154,9 @@ void forward(const Function& function, ConstRows x, ConstVector bias, ConstVecto
   });
 }
 
-void activation_forward_target(const Function& function, ConstRows x, ConstVector bias,
-                               Element z_element, Rows z, Rows y) {
-  forward<false>(function, x, bias, {}, z_element, z, y);
-}
-
-void glu_forward_target(const Function& function, ConstRows x, ConstVector bias, Element z_element,
-                        Rows z, Rows y) {
-  forward<true>(function, x, bias, {}, z_element, z, y);
-}
-
-void scaled_forward_target(const Function& function, bool is_gated, ConstRows x,
-                           ConstVector row_factors, Rows y) {
-  (is_gated ? forward<true> : forward<false>)(function, x, {}, row_factors, x.element, {}, y);
+void forward_target(const Function& function, ConstRows x, ConstVector bias, ConstVector factors,
+                    Element z_element, Rows z, Rows y) {
+  (function.is_gated ? forward<true> : forward<false>)(function, x, bias, factors, z_element, z, y);
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
@@ -175,23 +165,15 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 
-HWY_EXPORT(activation_forward_target);
-HWY_EXPORT(glu_forward_target);
-HWY_EXPORT(scaled_forward_target);
+HWY_EXPORT(forward_target);
 
 void activation_forward(const Function& function, ConstRows x, ConstVector bias, Element z_element,
                         Rows z, Rows y) {
-  HWY_DYNAMIC_DISPATCH(activation_forward_target)(function, x, bias, z_element, z, y);
+  HWY_DYNAMIC_DISPATCH(forward_target)(function, x, bias, {}, z_element, z, y);
 }
 
-void glu_forward(const Function& function, ConstRows x, ConstVector bias, Element z_element, Rows z,
-                 Rows y) {
-  HWY_DYNAMIC_DISPATCH(glu_forward_target)(function, x, bias, z_element, z, y);
-}
-
-void scaled_forward(const Function& function, bool is_gated, ConstRows x, ConstVector row_factors,
-                    Rows y) {
-  HWY_DYNAMIC_DISPATCH(scaled_forward_target)(function, is_gated, x, row_factors, y);
+void scaled_forward(const Function& function, ConstRows x, ConstVector row_factors, Rows y) {
+  HWY_DYNAMIC_DISPATCH(forward_target)(function, x, {}, row_factors, x.element, {}, y);
 }
 
 }  // namespace tandem::kernels::cpu

@@ -212,6 +212,13 @@ void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad
   with_piece<kGated>(b, run);
 }
 
+template <typename SumOver>
+void either_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z, Rows y,
+                     bool sums_up, const SumOver& sum_over) {
+  (function.is_gated ? backward<true, SumOver>
+                     : backward<false, SumOver>)(function, grad_y, z, grad_z, y, sums_up, sum_over);
+}
+
 template <bool kGated>
 void backward_scaled(const Function& function, ConstRows grad_y, ConstRows x,
                      ConstVector row_factors, Rows grad_x, Vector grad_row_factors, Rows y) {
@@ -236,41 +243,26 @@ void backward_scaled(const Function& function, ConstRows grad_y, ConstRows x,
   with_piece<kGated>(b, run);
 }
 
-template <bool kGated>
 void backward_target(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                      Vector grad_bias, Rows y) {
-  backward<kGated>(function, grad_y, z, grad_z, y, static_cast<bool>(grad_bias),
-                   [&](const auto& body) HWY_ATTR {
-                     for_each_row_summing(grad_z.rows, grad_z.cols, grad_bias, body);
-                   });
+  const auto sum_over = [&](const auto& body) HWY_ATTR {
+    for_each_row_summing(grad_z.rows, grad_z.cols, grad_bias, body);
+  };
+  either_backward(function, grad_y, z, grad_z, y, static_cast<bool>(grad_bias), sum_over);
 }
 
-void activation_backward_target(const Function& function, ConstRows grad_y, ConstRows z,
-                                Rows grad_z, Vector grad_bias, Rows y) {
-  backward_target<false>(function, grad_y, z, grad_z, grad_bias, y);
-}
-
-void glu_backward_target(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
-                         Vector grad_bias, Rows y) {
-  backward_target<true>(function, grad_y, z, grad_z, grad_bias, y);
-}
-
-void some_rows_backward_target(const Function& function, bool is_gated, ConstRows grad_y,
-                               ConstRows z, Rows grad_z, const PartialSums& part, Rows y) {
+void some_rows_backward_target(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
+                               const PartialSums& part, Rows y) {
   const auto sum_over = [&](const auto& body)
                             HWY_ATTR { for_each_row_summing(grad_z.rows, part, body); };
-  const bool sums_up = static_cast<bool>(part);
-  if (is_gated) {
-    backward<true>(function, grad_y, z, grad_z, y, sums_up, sum_over);
-  } else {
-    backward<false>(function, grad_y, z, grad_z, y, sums_up, sum_over);
-  }
+  either_backward(function, grad_y, z, grad_z, y, static_cast<bool>(part), sum_over);
 }
 
-void scaled_backward_target(const Function& function, bool is_gated, ConstRows grad_y, ConstRows x,
+void scaled_backward_target(const Function& function, ConstRows grad_y, ConstRows x,
                             ConstVector row_factors, Rows grad_x, Vector grad_row_factors, Rows y) {
-  (is_gated ? backward_scaled<true> : backward_scaled<false>)(function, grad_y, x, row_factors,
-                                                              grad_x, grad_row_factors, y);
+  (function.is_gated ? backward_scaled<true> : backward_scaled<false>)(function, grad_y, x,
+                                                                       row_factors, grad_x,
+                                                                       grad_row_factors, y);
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
@@ -279,30 +271,24 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 
-HWY_EXPORT(activation_backward_target);
-HWY_EXPORT(glu_backward_target);
+HWY_EXPORT(backward_target);
 HWY_EXPORT(some_rows_backward_target);
 HWY_EXPORT(scaled_backward_target);
 
 void activation_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                          Vector grad_bias, Rows y) {
-  HWY_DYNAMIC_DISPATCH(activation_backward_target)(function, grad_y, z, grad_z, grad_bias, y);
+  HWY_DYNAMIC_DISPATCH(backward_target)(function, grad_y, z, grad_z, grad_bias, y);
 }
 
-void glu_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
-                  Vector grad_bias, Rows y) {
-  HWY_DYNAMIC_DISPATCH(glu_backward_target)(function, grad_y, z, grad_z, grad_bias, y);
+void some_rows_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
+                        const PartialSums& part, Rows y) {
+  HWY_DYNAMIC_DISPATCH(some_rows_backward_target)(function, grad_y, z, grad_z, part, y);
 }
 
-void some_rows_backward(const Function& function, bool is_gated, ConstRows grad_y, ConstRows z,
-                        Rows grad_z, const PartialSums& part, Rows y) {
-  HWY_DYNAMIC_DISPATCH(some_rows_backward_target)(function, is_gated, grad_y, z, grad_z, part, y);
-}
-
-void scaled_backward(const Function& function, bool is_gated, ConstRows grad_y, ConstRows x,
+void scaled_backward(const Function& function, ConstRows grad_y, ConstRows x,
                      ConstVector row_factors, Rows grad_x, Vector grad_row_factors, Rows y) {
   HWY_DYNAMIC_DISPATCH(scaled_backward_target)
-  (function, is_gated, grad_y, x, row_factors, grad_x, grad_row_factors, y);
+  (function, grad_y, x, row_factors, grad_x, grad_row_factors, y);
 }
 
 }  // namespace tandem::kernels::cpu
