@@ -12,7 +12,7 @@
 #include "plain_pipeline.h"
 #include "progress.h"
 #include "saved_bytes.h"
-#include "strings.h"
+#include "text.h"
 
 namespace tandem::cli {
 

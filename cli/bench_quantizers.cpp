@@ -14,7 +14,7 @@
 #include "pipeline/op_call.h"
 #include "quantization/recipe.h"
 #include "recipes.h"
-#include "strings.h"
+#include "text.h"
 
 namespace tandem::cli {
 

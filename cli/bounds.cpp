@@ -4,7 +4,7 @@
 #include <charconv>
 #include <limits>
 
-#include "strings.h"
+#include "text.h"
 
 namespace tandem::cli {
 

@@ -30,8 +30,7 @@ struct Text {
   bool may_be_empty = true;
 };
 
-/// The values that are allowed: one definition for the command line, the arguments of ops and the
-/// values in a checkpoint.
+/// The values that an option of the command line, or an argument of an op there, may have.
 using Bounds = std::variant<Whole, Real, Choice, Text>;
 
 /// The bounds in words that continue "to be": "a whole number from 1 to 1000".

@@ -15,7 +15,7 @@
 #include "errors.h"
 #include "files.h"
 #include "output.h"
-#include "strings.h"
+#include "text.h"
 
 namespace tandem::cli {
 

@@ -6,7 +6,7 @@
 #include "files.h"
 #include "output.h"
 #include "pipeline_syntax.h"
-#include "strings.h"
+#include "text.h"
 
 namespace tandem::cli {
 
@@ -31,7 +31,7 @@ std::string explained(const Workload& workload, const ExplainArguments& argument
   if (arguments.format == "svg") return pipeline->explain(ExplainFormat::svg);
   if (arguments.format == "dot") return pipeline->explain(ExplainFormat::dot);
   if (arguments.format == "html") {
-    return html_page("tandem explain " + join(arguments.pipeline.words, " "), "",
+    return html_page("tandem explain " + join(arguments.pipeline.words, " "),
                      pipeline->explain(ExplainFormat::html));
   }
   const int64_t saved_bytes = pipeline->saved_bytes();

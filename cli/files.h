@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 #include <string_view>
 
 namespace tandem::cli {
@@ -9,14 +10,12 @@ namespace tandem::cli {
 /// a full pipe that its reader made non-blocking. Returns false and sets errno if it fails.
 bool write_all(int descriptor, std::string_view bytes);
 
-/// Writes a file that the user names. A regular file is replaced atomically; a device or a pipe is
-/// written to. A symbolic link stays: the file that it leads to is written, and created if it does
-/// not exist. If the name refers to an open file, such as /dev/stdout or /dev/fd/3, the content is
-/// appended to it.
+/// Writes a file, device or pipe that the user names, as `>` of a shell does. If the name is one of
+/// standard output or standard error, such as /dev/stdout, the content follows what was written
+/// there before.
 ///
-/// Throws: UserError if it cannot be written (tests test_explain_output,
-///         test_explain_output_through_links_to_nothing, test_explain_output_to_a_protected_file).
-void write_file(const std::filesystem::path& path, std::string_view content);
+/// Throws: UserError if it cannot be written (test test_explain_output).
+void write_file(const std::string& path, std::string_view content);
 
 /// The folder of the running program.
 std::filesystem::path program_folder();

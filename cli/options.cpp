@@ -10,7 +10,7 @@
 
 #include "errors.h"
 #include "output.h"
-#include "strings.h"
+#include "text.h"
 
 namespace tandem::cli {
 

@@ -20,7 +20,7 @@
 #include "errors.h"
 #include "options.h"
 #include "recipes.h"
-#include "strings.h"
+#include "text.h"
 
 namespace tandem::cli {
 

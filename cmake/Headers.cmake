@@ -10,7 +10,7 @@ endif()
 add_library(headers OBJECT EXCLUDE_FROM_ALL)
 set_target_properties(headers PROPERTIES UNITY_BUILD OFF)
 target_link_libraries(headers PRIVATE tandem tandem_kernels tandem_options nlohmann_json::nlohmann_json)
-target_include_directories(headers PRIVATE ${PROJECT_SOURCE_DIR} tests)  # not cli: its strings.h would hide the one of libc
+target_include_directories(headers PRIVATE ${PROJECT_SOURCE_DIR} tests)
 target_precompile_headers(
   headers PRIVATE ${PROJECT_SOURCE_DIR}/cmake/precompiled.h ${PROJECT_SOURCE_DIR}/cli/precompiled.h <torch/csrc/autograd/saved_variable.h>
                   <torch/csrc/autograd/function.h> <torch/csrc/utils/pybind.h> <torch/optim/adamw.h> <torch/serialize.h> <gmock/gmock.h>)

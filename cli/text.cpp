@@ -1,4 +1,4 @@
-#include "strings.h"
+#include "text.h"
 
 #include <algorithm>
 #include <array>
@@ -48,23 +48,11 @@ std::string bytes_text(double bytes) {
   return format("%.*f %s", decimals, bytes, kUnits[unit]);
 }
 
-std::string html_escape(std::string_view text) {
-  constexpr std::string_view kSpecial = "&<>\"";
-  constexpr std::array kEscapes{"&amp;", "&lt;", "&gt;", "&quot;"};
-  std::string escaped;
-  for (const char c : text) {
-    const size_t special = kSpecial.find(c);
-    escaped += special == kSpecial.npos ? std::string(1, c) : kEscapes[special];
-  }
-  return escaped;
-}
-
-std::string html_page(std::string_view title, std::string_view style, std::string_view body) {
-  std::string page = "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n";
-  page += "<meta name=\"viewport\" content=\"width=device-width\">\n<title>" + html_escape(title) +
-          "</title>\n";
-  if (!style.empty()) page.append("<style>").append(style).append("</style>\n");
-  return page.append("</head>\n<body>\n").append(body).append("</body>\n</html>\n");
+std::string html_page(std::string_view title, std::string_view body) {
+  std::string page =
+      "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>";
+  for (const char c : title) page += c == '&' ? "&amp;" : c == '<' ? "&lt;" : std::string(1, c);
+  return page.append("</title>\n</head>\n<body>\n").append(body).append("</body>\n</html>\n");
 }
 
 namespace {

@@ -19,11 +19,8 @@ std::vector<std::string> split(std::string_view text, char separator);
 /// "512 B", "1.20 MB": decimal bytes, in three digits.
 std::string bytes_text(double bytes);
 
-/// Text between tags: & < > " are escaped.
-std::string html_escape(std::string_view text);
-
-/// A whole HTML document around `body`; `style` is CSS, which may be empty.
-std::string html_page(std::string_view title, std::string_view style, std::string_view body);
+/// A whole HTML document around `body`.
+std::string html_page(std::string_view title, std::string_view body);
 
 /// The name in `names` with the fewest edits from `word`, or "" if none is close.
 std::string closest(std::string_view word, const std::vector<std::string>& names);
