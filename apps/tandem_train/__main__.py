@@ -26,11 +26,10 @@ def _train(arguments: Sequence[str] | None, stack: contextlib.ExitStack) -> int:
     if flags["resume"]:
         out = stack.enter_context(OutFolder(options["out"], create=False))
         state, tensors = load_checkpoint(out.path)
-        out.recognize(CHECKPOINT)  # its own checksum proves that Tandem wrote it
         options = resumed(given, state["configuration"])
     session = Session(options, quiet=flags["json"], inspect=flags["inspect"])
     out = out or stack.enter_context(OutFolder(options["out"], create=True))
-    out.require_free(session.file_names())
+    out.require_free(session.file_names(), known=[CHECKPOINT] if flags["resume"] else [])  # whose own checksum proves that Tandem wrote it
     if flags["resume"]:
         session.resume(out, state, tensors)
     elif not flags["json"] and (out.path / CHECKPOINT).exists():

@@ -198,7 +198,7 @@ class Session:
 
     def run(self, out: OutFolder) -> bool:
         """Trains until all runs have ended (True), or until a signal, and saves (False)."""
-        out.remove_parts(self.file_names())
+        out.claim(self.file_names())
         rows = []
         for i, run in enumerate(self.runs):
             rows += [row for row in self.log if row["run"] == run] + [result | {"final": True} for result in self.results[i : i + 1]]
@@ -248,7 +248,7 @@ class Session:
                 mean = statistics.fmean(self.losses[-self.options["log-every"] :])
                 row = {"run": run, "step": self.step, "bits_per_byte": mean, "learning_rate": metrics.learning_rate}
                 self.log.append(row | {"gradient_norm": metrics.gradient_norm, "tokens_per_second": tokens / metrics.seconds})
-                out.append(_line(self.log[-1]))
+                out.append(METRICS, _line(self.log[-1]))
             if not self.quiet:
                 progress.show(self.step, metrics.bits_per_byte, metrics.seconds, tokens, (len(self.runs) - self.run_index) * steps - self.step)
             every = self.options["checkpoint-every"]
@@ -269,7 +269,7 @@ class Session:
         }
         self.plan_svg = training.plan_svg() or self.plan_svg
         self.results.append(result)
-        out.append(_line(result | {"final": True}))
+        out.append(METRICS, _line(result | {"final": True}))
         out.write(f"model-{run}.safetensors", save({name: tensor.contiguous() for name, tensor in training.parameters().items()}))
         if run == self.runs[-1]:
             drawn = training.sample(240).decode("ascii", "replace")
