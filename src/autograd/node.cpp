@@ -299,6 +299,8 @@ variable_list PipelineBackward::apply(variable_list&& gradients) {
               "pipeline: expected a graph that still holds its saved tensors, got one already used "
               "by backward(). ",
               "Pass retain_graph=True to the first backward().");
+  for (at::Tensor& gradient : gradients)  // a lazily negated one would leave the direct path
+    if (gradient.defined() && gradient.is_neg()) gradient = gradient.resolve_neg();
   const auto self = getptr();
   variable_list results =
       run(gradients, requested(), torch::autograd::get_current_graph_task_keep_graph(),

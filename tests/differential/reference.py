@@ -17,6 +17,7 @@ from differential.build import Built
 from differential.case import HALVES, SCALED, Case
 
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+LEAST = {torch.float16: 2.0**-24}  # of a dtype whose range is so short that sums underflow
 LARGEST_FLOAT16 = 3e4  # half of float16's largest number, as partial sums may be larger than the sum
 LARGEST = {torch.float16: LARGEST_FLOAT16, torch.float32: 1e38, torch.bfloat16: 1e38}
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
@@ -39,6 +40,22 @@ class _Noise(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return _shaken(grad, ctx.unit, ctx.generator), None, None
+
+
+class _Tanh(torch.autograd.Function):
+    """tanh whose derivative 1 - y^2 cancels with the roundings of y, as torch computes it."""
+
+    @staticmethod
+    def forward(ctx, v, unit, generator):
+        ctx.unit, ctx.generator = unit, generator
+        y = _shaken(torch.tanh(v), unit, generator)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return _shaken(grad * (1 - y * y), ctx.unit, ctx.generator), None, None
 
 
 class _Cancelled(torch.autograd.Function):
@@ -239,6 +256,8 @@ class Reference:
         if kind == "nn_tanh":
             if not x.value.is_floating_point():
                 return self.noisy(torch.tanh(x.value.double()), torch.get_default_dtype()), []
+            if self.generator is not None:
+                return Valued(_Tanh.apply(x.value, UNIT[x.dtype], self.generator), x.dtype), []
             return self._plain(torch.tanh, x), []
         if kind == "nested":
             for inner, part in zip(op["resolved"], module, strict=True):
@@ -422,7 +441,7 @@ class Reference:
             F.dropout(x.value, p)  # raises
         if op["outputs"]:
             mask = torch.ones(x.value.shape) if self.given is None else (self.given[position] != 0).double()
-            self._check_mask(mask, x.value.detach() != 0, 1 - p)
+            self._check_mask(mask, x.value.detach().abs() > self._least_told(x), 1 - p)
             mask = self._with_untold(mask.double(), x)
         else:
             mask = torch.full(x.value.shape, float(p < 1), dtype=torch.float64)
@@ -432,7 +451,7 @@ class Reference:
     def _with_untold(self, mask: torch.Tensor, x: Valued) -> torch.Tensor:
         """The mask, completed where the output does not show it because x is zero or may have been rounded to zero."""
         value = x.value.detach()
-        untold = (mask == 0) & (value.abs() <= 8 * UNIT.get(x.dtype, 0.0) * (value.abs().max() if value.numel() else 0))
+        untold = (mask == 0) & (value.abs() <= self._least_told(x))
         count = int(untold.sum())
         if self.masked == -1:
             mask[untold & (value == 0)] = 1.0
@@ -440,6 +459,12 @@ class Reference:
             mask[untold] = torch.tensor([float(self.masked >> (self.untold + k) & 1) for k in range(count)], dtype=torch.float64)
         self.untold += count
         return mask
+
+    @staticmethod
+    def _least_told(x: Valued) -> float:
+        """The size up to which an element may have been rounded to zero."""
+        value = x.value.detach()
+        return max(8 * UNIT.get(x.dtype, 0.0) * (value.abs().max().item() if value.numel() else 0), LEAST.get(x.dtype, 0.0))
 
     def _check_mask(self, mask: torch.Tensor, is_told: torch.Tensor, kept: float) -> None:
         """Notes an error if a mask keeps another share than `kept`, or equals another mask. Masks with fewer than 64 known elements are not checked."""

@@ -541,3 +541,16 @@ def test_a_sum_into_the_callers_tensor_behind_a_product_fits_a_budget():
     y = box(x, extra.clone())
     y.sum().backward()
     assert torch.equal(y, expected) and torch.equal(x.grad, gradient)
+
+
+def test_a_lazily_negated_gradient_changes_no_bit():
+    torch.manual_seed(0)
+    pipeline = ops.Sequential(ops.Linear(3, 24, dtype=torch.float64), ops.Linear(24, 16, bias=False, dtype=torch.float64))
+    x, gradient = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch._neg_view(torch.randn(5, 16, dtype=torch.float64))
+
+    def gradients(budget):
+        with tandem.memory_budget(budget):
+            return torch.autograd.grad(pipeline(x), [x, *pipeline.parameters()], gradient)
+
+    for kept, again in zip(gradients(None), gradients(8), strict=True):
+        assert torch.equal(kept, again)
