@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tandem.op_base.signature import signature_of
 from tandem.regions.model_init import finish_at_a_call, give_memory, is_pending, note_init, quantize_weights, resetting
 
 _making = threading.Lock()
@@ -20,7 +22,23 @@ class DeferredMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if (reset := cls.__dict__.get("reset_parameters")) is not None:
-            cls.reset_parameters = resetting(reset)  # type: ignore[attr-defined]
+            cls.reset_parameters = resetting(reset)  # type: ignore[method-assign]
+
+    @resetting
+    def reset_parameters(self: Any) -> None:
+        """Sets the first values that the op's definition declares: factors of a norm are 1, biases are 0, and weights are drawn as torch.nn.Linear does."""
+        for parameter in signature_of(self._kind).parameters:
+            for tensor in self._parts_of(parameter.name):
+                if parameter.init == "zeros" or (parameter.zeros_if and getattr(self, parameter.zeros_if)):
+                    torch.nn.init.zeros_(tensor)
+                elif parameter.init == "ones":
+                    torch.nn.init.ones_(tensor)
+                else:
+                    torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+
+    def _parts_of(self: Any, operand: str) -> list[torch.nn.Parameter | None]:
+        """The parameters of which an operand consists."""
+        return [getattr(self, name) for name in self.__dict__.get("_joined", {}).get(operand, (operand,))]
 
     def _give_first_values(self: Any) -> None:
         """Resets the parameters at the end of a constructor. If they are on the meta device, the first call resets them."""

@@ -164,8 +164,3 @@ class QKNorm(DeferredMixin, BasicOperation):
         for parameter in self._parameter_names:
             self.register_parameter(parameter, torch.nn.Parameter(torch.empty(self.head_dim, device=device, dtype=dtype)))
         self._give_first_values()
-
-    def reset_parameters(self) -> None:
-        """Sets the parameters so that every factor is 1."""
-        for parameter in (self.query_weight, self.key_weight):
-            torch.nn.init.constant_(parameter, 0.0 if self.zero_centered_gamma else 1.0)

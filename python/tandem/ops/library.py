@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from types import ModuleType
 from typing import Any
 
@@ -47,17 +46,6 @@ class LibraryOperation(DeferredMixin, BasicOperation):
             empty = torch.empty(shape, device=given.arguments["device"], dtype=given.arguments["dtype"])
             self.register_parameter(parameter.name, torch.nn.Parameter(empty))
         self._give_first_values()
-
-    def reset_parameters(self) -> None:
-        """Sets the first values of the parameters, as the signature declares them."""
-        for parameter in signature_of(self._kind).parameters:
-            tensor = self.get_parameter(parameter.name)
-            if parameter.init == "zeros" or (parameter.zeros_if and getattr(self, parameter.zeros_if)):
-                torch.nn.init.zeros_(tensor)
-            elif parameter.init == "ones":
-                torch.nn.init.ones_(tensor)
-            else:
-                torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
 
 
 def _own_classes() -> dict[str, type[BasicOperation]]:

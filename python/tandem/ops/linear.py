@@ -21,7 +21,6 @@ from tandem.ops.delayed import ProductOperation, add_gradient, product_into_main
 from tandem.ops.op import BasicOperation
 from tandem.pipelines.buffers import Entry
 from tandem.pipelines.joined import JoinedMixin, Split, split_sizes
-from tandem.regions.model_init import note_init, quantize_weights
 
 
 class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
@@ -172,11 +171,6 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
     def tensor_parallel_group(self, group: Any) -> None:
         self._group_name = _replacement("Bias", group, self.tensor_parallel_size)
 
-    def reset_parameters(self) -> None:
-        """Sets `bias` to zero."""
-        for bias in self._parts_of("bias"):
-            torch.nn.init.zeros_(bias)
-
 
 class Linear(SharedByRanks, JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
     """y = x weight^T + bias: x [..., in_features] -> y [..., out_features], by `BasicLinear`, then `Bias`.
@@ -265,13 +259,9 @@ class Linear(SharedByRanks, JoinedMixin, CompositeOperation, torch.nn.Linear):  
         if not added:
             self._lack("bias", "bias=False", "bias=True")
         self._own_parts([*before, linear, *added, *after])
-        self.__dict__["_deferred"] = is_meta = all([param is None or param.is_meta for param in self._parameters.values()])
-        for part in () if is_meta else (linear, *added):
-            part.reset_parameters()
-        if type(self).reset_parameters is not Linear.reset_parameters and not is_meta:
-            self.reset_parameters()  # a subclass's, which need not give each parameter a value
-        note_init(self)
-        quantize_weights(self)
+        if type(self).reset_parameters is not Linear.reset_parameters and not any(param.is_meta for param in self.parameters()):
+            Linear.reset_parameters(self)  # that of a subclass need not give each parameter a value
+        self._give_first_values()
 
     def _weights_in_codes(self) -> tuple[Sequence[str], str]:
         return [name for name in self._parameters if name.endswith("weight")], BasicLinear._kind

@@ -51,12 +51,6 @@ class _Norm(DeferredMixin, BasicOperation):
             self.register_parameter(parameter, torch.nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)))
         self._give_first_values()
 
-    def reset_parameters(self) -> None:
-        """Sets the parameters so that the norm neither scales nor shifts."""
-        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
-        if "bias" in self._parameter_names:
-            torch.nn.init.zeros_(self.get_parameter("bias"))
-
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape)
         return f"{shape if len(shape) > 1 else shape[0]}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

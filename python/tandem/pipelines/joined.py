@@ -190,11 +190,7 @@ class JoinedMixin:
                     "tensor with as many, or build another module."
                 )
 
-    def _parts_of(self, operand: str) -> list[torch.nn.Parameter | None]:
-        """The parameters of which an operand consists."""
-        return [getattr(self, name) for name in self.__dict__.get("_joined", {}).get(operand, (operand,))]
-
-    def _bring_together(self) -> None:
+    def _bring_together(self: Any) -> None:
         for operand in self.__dict__.get("_joined", {}):
             bring_together(self._parts_of(operand))
 
