@@ -27,6 +27,9 @@ from tandem.user_ops.identity import identity
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 Bindings = tuple  # per basic op: (channel of each extra input, (channel, to caller) of each extra output)
 Kwargs = Mapping[int, Mapping[str, Any]]  # keyword arguments by index of the basic op
+# What a description depends on besides the ops and their arguments, each a constant that Dynamo guards: `described`, by which the description is shared, or
+# None for one of these very ops; the training flags of `training_ops`; that of the container; the recipe; the version of fusions; `Modes`; the budget.
+Wanted = tuple[str | None, tuple[bool, ...], bool, str, str | None, tuple[Any, ...], str]
 
 
 class Terms(NamedTuple):
@@ -341,29 +344,28 @@ class Prepared:
             for index in () if described else modes.delayed:
                 self.basic_ops[index].wgrad_store.has_graphs = True
             modes = modes._replace(delayed=())
-        written = () if modes is None else tuple(modes)
         budget = self.terms.memory_budget or _C.in_force.memory_budget
+        wanted = (described, flags, training, recipe, version, () if modes is None else tuple(modes), budget)
         objects, held = False if is_dynamo_compiling() else python_op.has_objects(kwargs), []
         for_codes: list[torch.Tensor] = []
         name, stamps, likes = "", (), ()
         if described is not None and recipe != "null" and not kwargs and not torch.compiler.is_exporting():
             traits = tuple([(tensor.requires_grad, tensor.dtype, tensor.device) for tensor in (x, *extra)])
-            grad_mode = torch.is_grad_enabled()
-            text, name, stamps, likes = self.text_with_workspaces(described, flags, training, recipe, version, written, budget, traits, grad_mode)
+            text, name, stamps, likes = self.text_with_workspaces(wanted, traits, torch.is_grad_enabled())
         if name:
             for_codes = getattr(self.workspaces, name)
         elif objects:
-            text, held = self.described_now(described, flags, training, recipe, kwargs, written, budget)
+            text, held = self.described_now(wanted, kwargs)
         else:
             python_op.check_plain(kwargs)
-            text = self.text(described, flags, training, recipe, version, kwargs, written, budget)
+            text = self.text(wanted, kwargs)
         params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
         for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
             if param is None:  # without this check, the dispatcher's error would be about casts
                 raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
         for at, shape, dtype in likes:
             if tuple(params[at].shape) != shape or params[at].dtype != dtype:  # tensors that replace the module's own, as under functional_call
-                text, for_codes, stamps = self.text(described, flags, training, recipe, version, kwargs, written, budget), [], ()
+                text, for_codes, stamps = self.text(wanted, kwargs), [], ()
                 break
         if said := _C.in_force.said_of_weights if stamps else "":
             for at in stamps:
@@ -413,33 +415,24 @@ class Prepared:
 
     @constant_while_traced
     def text_with_workspaces(
-        self,
-        described: str,
-        flags: tuple[bool, ...],
-        training: bool,
-        recipe: str,
-        fusions_version: str | None,
-        modes: tuple[Any, ...],
-        budget: str,
-        traits: tuple[tuple[bool, torch.dtype, torch.device], ...],
-        grad_mode: bool,
+        self, wanted: Wanted, traits: tuple[tuple[bool, torch.dtype, torch.device], ...], grad_mode: bool
     ) -> tuple[str, str, tuple[int, ...], tuple[tuple[int, tuple[int, ...], torch.dtype], ...]]:
         """The description of a call with workspaces for its weights, the name of these workspaces, the positions of stamps among them, and shapes and
         dtypes of the weights. All are empty if the call can have no workspaces."""
         params = workspaces.plain([getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)])
         if params is None:
             return "", "", (), ()
-        key = (described, flags, training, recipe, fusions_version, None, modes, budget, "with workspaces")
+        key = (*wanted, "with workspaces")
         known = self.descriptions.get(key)
         if known is None or self.python_ops:
-            known = self.described_now(described, flags, training, recipe, None, modes, budget, cache_weights=True)
+            known = self.described_now(wanted, None, cache_weights=True)
         with torch.set_grad_enabled(grad_mode):
             found = _C.workspace_specs(known[0], traits, params)
         specs = tuple([(tuple(places), quantizer, tuple(parts)) for places, quantizer, parts in found])
         if not specs:
             return "", "", (), ()
         _keep(self.descriptions, key, known)
-        workspaces.note(described, specs)
+        workspaces.note(wanted[0], specs)  # type: ignore[arg-type]
         name = workspaces.fit(self.held_workspaces, specs, params)
         likes = tuple([(at, tuple(params[at].shape), params[at].dtype) for places, _, _ in specs for at in places])
         return known[0], name, workspaces.stamps(getattr(self.held_workspaces, name)), likes
@@ -469,40 +462,19 @@ class Prepared:
         return _keep(self.texts, key, fusions.fusions_made(self.basic_ops, recipe)) if made is None else made
 
     @constant_while_traced
-    def text(
-        self,
-        described: str | None,
-        flags: tuple[bool, ...],
-        training: bool,
-        recipe: str,
-        fusions_version: str | None,
-        kwargs: Kwargs | None,
-        modes: tuple[Any, ...] = (),
-        budget: str = "",
-    ) -> str:
-        """The description of a call: one that shares compiled code if `described` is given, otherwise one of these very ops. In a trace it depends only
-        on its arguments, all of which Dynamo guards."""
-        shared = described is not None
-        ours = described if shared else (structure.native_fusions(), structure.fusions)
-        key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs), modes, budget)
+    def text(self, wanted: Wanted, kwargs: Kwargs | None) -> str:
+        """The description of a call. In a trace it depends only on its arguments, all of which Dynamo guards."""
+        described, *others = wanted
+        ours = (structure.native_fusions(), structure.fusions) if described is None else described
+        key = (ours, *others, python_op.kwargs_key(kwargs))
         known = self.descriptions.get(key)
-        if known is None or shared and self.python_ops:  # these ops are being traced; a known text may name other ops with equal identity
-            known = _keep(self.descriptions, key, self.described_now(described, flags, training, recipe, kwargs, modes, budget))
+        if known is None or described is not None and self.python_ops:  # these ops are being traced; a known text may name others with equal identity
+            known = _keep(self.descriptions, key, self.described_now(wanted, kwargs))
         return known[0]
 
-    def described_now(
-        self,
-        described: str | None,
-        flags: tuple[bool, ...],
-        training: bool,
-        recipe: str,
-        kwargs: Kwargs | None,
-        modes: tuple[Any, ...],
-        budget: str,
-        *,
-        cache_weights: bool = False,
-    ) -> tuple[str, list[Any]]:
+    def described_now(self, wanted: Wanted, kwargs: Kwargs | None, *, cache_weights: bool = False) -> tuple[str, list[Any]]:
         """The description, and the objects that must live as long as it. `cache_weights`: whether the call has workspaces."""
+        described, flags, training, recipe, _, modes, budget = wanted
         made = self._made_by_fusions(recipe)
         ops, held = self.ops_text(flags, kwargs, Modes(*modes), buffers=True, shared=described is not None, name_instances=bool(made))
         description = _C.write_description(
