@@ -178,7 +178,7 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
     output_dtype: torch.dtype | None = None  # for an op in Python, the dtype of its output; None: the dtype to which its tensors promote
     extra_output_dtypes: Sequence[torch.dtype | None] = ()  # for an op in Python, the dtypes of its extra outputs; None as above
 
-    _kind: ClassVar[str] = ""  # the library's name of the op
+    _kind: ClassVar[str] = ""  # the library's name of the op, empty for an op in Python
     _option_names: ClassVar[tuple[str, ...]] = ()
     _names_in_library: ClassVar[Mapping[str, str]] = {}  # the library's names of options that differ from ours
     _parameter_names: ClassVar[tuple[str, ...]] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -12,8 +12,6 @@ from tandem.op_base.context import OperationContext
 from tandem.ops.op import BasicOperation
 from tandem.quantized.formats import Float8CurrentScalingQuantizer
 from tandem.quantized.tensor import QuantizedTensor
-
-_INTERLEAVE = "glu_interleave_size"
 
 
 class _CachedInput:
@@ -70,11 +68,9 @@ class _Interleaved(BasicOperation):
 
     glu_interleave_size: int | None
 
-    _option_names: ClassVar[tuple[str, ...]] = (_INTERLEAVE,)
-
     def _checked_option(self, name: str, value: Any) -> Any:
         op = type(self).__name__
-        if name == _INTERLEAVE:
+        if name == "glu_interleave_size":
             if value is None:
                 return None
             size = whole(value)
@@ -108,97 +104,65 @@ class _GatedUnit(_Interleaved, _Activation):
 class GELU(_Activation):
     """y = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
 
-    _kind = "gelu"
-
 
 class QGELU(_Activation):
     """y = x sigmoid(1.702 x)."""
-
-    _kind = "qgelu"
 
 
 class SiLU(_Activation):
     """y = x sigmoid(x)."""
 
-    _kind = "silu"
-
 
 class ReLU(_Activation):
     """y = max(x, 0)."""
-
-    _kind = "relu"
 
 
 class SReLU(_Activation):
     """y = max(x, 0)^2."""
 
-    _kind = "srelu"
-
 
 class ErfGELU(_Activation):
     """y = 0.5 x (1 + erf(x / sqrt(2)))."""
-
-    _kind = "erf_gelu"
 
 
 class Mish(_Activation):
     """y = x tanh(log(1 + exp(x)))."""
 
-    _kind = "mish"
-
 
 class Softplus(_Activation):
     """y = log(1 + exp(x))."""
-
-    _kind = "softplus"
 
 
 class HardSwish(_Activation):
     """y = x min(max(x + 3, 0), 6) / 6."""
 
-    _kind = "hard_swish"
-
 
 class LeakyReLU(_Activation):
     """y = max(x, 0.01 x)."""
-
-    _kind = "leaky_relu"
 
 
 class GLU(_GatedUnit):
     """y = sigmoid(a) b, where a and b are the halves of the last dimension of x. a is the first half; torch.nn.GLU gates by the second."""
 
-    _kind = "glu"
-
 
 class GEGLU(_GatedUnit):
     """y = gelu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
-
-    _kind = "geglu"
 
 
 class ErfGEGLU(_GatedUnit):
     """y = erf_gelu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
 
-    _kind = "erf_geglu"
-
 
 class QGEGLU(_GatedUnit):
     """y = qgelu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
-
-    _kind = "qgeglu"
 
 
 class ReGLU(_GatedUnit):
     """y = relu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
 
-    _kind = "reglu"
-
 
 class SReGLU(_GatedUnit):
     """y = srelu(a) b, where a and b are the halves of the last dimension of x, or alternate in blocks of `glu_interleave_size` columns."""
-
-    _kind = "sreglu"
 
 
 class SwiGLU(_GatedUnit):
@@ -210,17 +174,12 @@ class SwiGLU(_GatedUnit):
     torch.Size([3, 4])
     """
 
-    _kind = "swiglu"
-
 
 class SiTUGLU(_GatedUnit):
     """y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), where a and b are the halves of the last dimension of x."""
 
     beta1: float
     beta2: float
-
-    _kind = "situglu"
-    _option_names = ("beta1", "beta2", _INTERLEAVE)
 
     def __init__(
         self,
@@ -251,9 +210,6 @@ class ClampedSwiGLU(_GatedUnit):
     alpha: float
     glu_linear_offset: float
 
-    _kind = "clamped_swiglu"
-    _option_names = ("limit", "alpha", "glu_linear_offset", _INTERLEAVE)
-
     def __init__(
         self,
         *,
@@ -281,8 +237,6 @@ class ClampedSwiGLU(_GatedUnit):
 class _ScaledUnit(_Interleaved):
     """y = unit(x) scales, with `scales` an extra input. The gradient of `scales` is the sum of grad_y unit(x) over each row."""
 
-    num_extra_inputs = 1
-
     def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
         """Makes the gated unit, which has no parameters: x [..., features] -> y [..., features / 2], in the dtype of autocast or x.
 
@@ -305,17 +259,12 @@ class ScaledSwiGLU(_ScaledUnit):
     torch.Size([3, 4])
     """
 
-    _kind = "scaled_swiglu"
-
 
 class ScaledSiTUGLU(_ScaledUnit):
     """y = SiTUGLU(x) scales. The extra input `scales` has the shape of x without its last dimension."""
 
     beta1: float
     beta2: float
-
-    _kind = "scaled_situglu"
-    _option_names = ("beta1", "beta2", _INTERLEAVE)
 
     def __init__(
         self,
@@ -345,9 +294,6 @@ class ScaledClampedQGeGLU(_ScaledUnit):
     alpha: float
     glu_linear_offset: float
 
-    _kind = "scaled_clamped_qgeglu"
-    _option_names = ("limit", "alpha", "glu_linear_offset", _INTERLEAVE)
-
     def __init__(
         self,
         glu_interleave_size: int | None = None,
@@ -374,10 +320,6 @@ class ScaledClampedQGeGLU(_ScaledUnit):
 
 class ScaledSReLU(BasicOperation):
     """y = max(x, 0)^2 scales. The extra input `scales` has the shape of x without its last dimension."""
-
-    num_extra_inputs = 1
-
-    _kind = "scaled_srelu"
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         """Makes the activation, which has no parameters. y has the shape of x, and the dtype of autocast or x.

@@ -23,11 +23,8 @@ class Rotary(BasicOperation):
     torch.Size([2, 10, 64])
     """
 
-    num_extra_inputs = 0
     tables = Fixed()
 
-    _kind = "rotary"
-    _option_names = ("num_heads", "head_dim", "num_kv_heads", "base", "rotated_features", "interleaved", "tables")
     _shown_names = ("num_heads", "head_dim", "num_kv_heads", "base")
 
     def __init__(
@@ -76,11 +73,8 @@ class Attention(BasicOperation):
     torch.Size([2, 10, 64])
     """
 
-    num_extra_inputs = 0
     mask = Fixed()
 
-    _kind = "attention"
-    _option_names = ("num_heads", "head_dim", "num_kv_heads", "causal", "scale", "soft_cap", "mask")
     _shown_names = ("num_heads", "head_dim", "num_kv_heads", "causal")
 
     def __init__(
@@ -129,9 +123,6 @@ class QKNorm(DeferredMixin, BasicOperation):
     key_weight: torch.nn.Parameter
     head_dim = Fixed()
 
-    _kind = "qk_norm"
-    _parameter_names = ("query_weight", "key_weight")
-    _option_names = ("num_heads", "num_kv_heads", "eps", "zero_centered_gamma", "rounds_before_weight")
     _shown_names = ("num_heads", "head_dim", "num_kv_heads", "eps", "zero_centered_gamma")
 
     def __init__(

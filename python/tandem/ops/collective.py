@@ -16,6 +16,7 @@ class _Collective(BasicOperation):
     """A collective over `process_group`; None: the group of all processes."""
 
     _watched_names = ("process_group",)
+    _option_names = ()  # the options of the library follow from the group
 
     def __init__(self, process_group: Any = None) -> None:
         """Makes a collective.
@@ -53,19 +54,13 @@ class _Collective(BasicOperation):
 class AllGather(_Collective):
     """y = the rows of all ranks, [rows, ...] -> [size * rows, ...]. grad_x is this rank's rows of the sum over ranks of grad_y."""
 
-    _kind = "all_gather"
-
 
 class ReduceScatter(_Collective):
     """y = this rank's rows of the sum over ranks of x, [rows, ...] -> [rows / size, ...]. grad_x is the rows of grad_y of all ranks."""
 
-    _kind = "reduce_scatter"
-
 
 class AllReduce(_Collective):
     """y = the sum over ranks of x, [...] -> [...]. grad_x is grad_y, which is equal on all ranks."""
-
-    _kind = "all_reduce"
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         """Makes a sum over ranks.
@@ -79,8 +74,6 @@ class AllReduce(_Collective):
 
 class ReduceGradient(_Collective):
     """y = x, which is equal on all ranks. grad_x is the sum over ranks of grad_y."""
-
-    _kind = "reduce_gradient"
 
 
 def checked_group(op: str, group: Any) -> Any:

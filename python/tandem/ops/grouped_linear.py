@@ -35,11 +35,10 @@ class GroupedLinear(ProductOperation):
     torch.Size([5, 3])
     """
 
-    num_extra_inputs = 1
     num_groups, single_grouped_weight, single_grouped_bias, scale_bias = Fixed(), Fixed(), Fixed(), Fixed()
     _deferred_tensors = 6
 
-    _kind = "grouped_linear"
+    _option_names = ()  # `_options` names attributes that are fixed
     _call_buffers: ClassVar[dict[str, str]] = {OUTPUT_BUFFER_KEY: "writes_output", GRAD_INPUT_BUFFER_KEY: "writes_grad_input"}
 
     def __init__(

@@ -87,19 +87,13 @@ def class_of(kind: str) -> type[BasicOperation]:
         raise NotImplementedError(
             f"{kind}: expected a signature with the shape of each parameter, got none of {', '.join(unknown)}. Give it in the definition's params."
         )
-    options = tuple(option.name for option in signature.options)
     arguments = "\n".join(f"    {each.name}: {each.doc}." for each in (*signature.sizes, *signature.options))
     members = {
         "__doc__": f"{signature.formula}." + (f"\n\nArgs:\n{arguments}" if arguments else ""),
         "__module__": __name__,
         "__signature__": inspect.Signature(_parameters_of(signature)),
-        "num_extra_inputs": len(signature.extra_inputs),
-        "num_extra_outputs": len(signature.extra_outputs),
         "_kind": kind,
-        "_option_names": options,
-        "_shown_names": (*[size.name for size in signature.sizes], *options),
-        "_parameter_names": tuple(parameter.name for parameter in signature.parameters),
-        "_depends_on_training": signature.depends_on_training,
+        "_shown_names": (*[size.name for size in signature.sizes], *[option.name for option in signature.options]),
     }
     return type(class_name(kind), (LibraryOperation,), members)
 

@@ -28,8 +28,6 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
 
     weight: torch.nn.Parameter
 
-    _kind = "basic_linear"
-    _parameter_names = ("weight",)
     _option_names = ("save_original_input",)
     _shown_names = ("in_features", "out_features")
     _main_grad_names: ClassVar[tuple[str, ...]] = ("weight",)
@@ -128,8 +126,6 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
 
     bias: torch.nn.Parameter
 
-    _kind = "bias"
-    _parameter_names = ("bias",)
     _shown_names = ("size",)
     _context_quantizers = ("grad_input_quantizer",)
     tensor_parallel, tensor_parallel_size = Fixed(), Fixed()

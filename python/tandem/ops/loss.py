@@ -33,10 +33,8 @@ class CrossEntropy(BasicOperation):
     torch.Size([])
     """
 
-    num_extra_inputs = 1
     has_class_weight, tensor_parallel_size = Fixed(), Fixed()
 
-    _kind = "cross_entropy"
     _option_names = ("reduction", "ignore_index", "label_smoothing", "soft_cap", "z_loss")
 
     def __init__(
@@ -101,12 +99,10 @@ class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
     torch.Size([])
     """
 
-    num_extra_inputs = 1
     has_bias, has_class_weight, tensor_parallel_size, sequence_parallel = Fixed(), Fixed(), Fixed(), Fixed()
 
     weight: torch.nn.Parameter
 
-    _kind = "linear_cross_entropy"
     _option_names = ("reduction", "ignore_index", "label_smoothing", "soft_cap", "z_loss")
 
     def __init__(
@@ -205,5 +201,3 @@ class LinearCrossEntropyWithPredictions(LinearCrossEntropy):
     """
 
     num_extra_outputs = 1
-
-    _kind = "linear_cross_entropy_with_predictions"

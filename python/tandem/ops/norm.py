@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 
@@ -16,8 +15,6 @@ class _Norm(DeferredMixin, BasicOperation):
     """A norm that is also an instance of torch's class, with its attributes, because other libraries look for that class."""
 
     weight: torch.nn.Parameter
-
-    _option_names: ClassVar[tuple[str, ...]] = ("eps", "zero_centered_gamma")
 
     def __init__(
         self,
@@ -59,10 +56,6 @@ class _Norm(DeferredMixin, BasicOperation):
 class RMSNorm(_Norm, torch.nn.RMSNorm):  # type: ignore[misc]
     """y = x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) with `zero_centered_gamma`. y has the shape of x and the dtype of autocast or weight."""
 
-    _kind = "rms_norm"
-    _parameter_names = ("weight",)
-    _option_names = (*_Norm._option_names, "rounds_before_weight")
-
     def __init__(
         self,
         normalized_shape: int | Iterable[int],
@@ -93,15 +86,9 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):  # type: ignore[misc]
 
     bias: torch.nn.Parameter
 
-    _kind = "layer_norm"
-    _parameter_names = ("weight", "bias")
-
 
 class L2Normalization(BasicOperation):
     """y = x / sqrt(sum(x^2) + eps) over the last dimension; y has the shape of x and, if it is floating, its dtype."""
-
-    _kind = "l2_normalization"
-    _option_names = ("eps",)
 
     def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
         """Makes the normalization, which has no parameters.

@@ -12,6 +12,7 @@ from tandem import _C
 from tandem.op_base.base import BasicOpBase, FusedOpBase, OpBase
 from tandem.op_base.changes import Changes
 from tandem.op_base.context import OperationContext
+from tandem.op_base.signature import signature_of
 from tandem.pipelines.buffers import check_takes
 from tandem.pipelines.prepared import Outputs
 from tandem.pipelines.run import NO_EXTRAS, OpRun
@@ -70,6 +71,9 @@ class FusibleOperation(OpBase):
         return run(input, extras_of_fx_root(extra_inputs, run.now.num_extra_inputs, *unused), self.training)
 
 
+_KINDS = {kind.replace("_", ""): kind for kind in _C.op_names()}
+
+
 class BasicOperation(BasicOpBase, FusibleOperation):
     """One operation. A subclass in Python defines a forward in one of two styles (see `tandem.user_ops.styles`) and `op_backward`.
 
@@ -78,6 +82,25 @@ class BasicOperation(BasicOpBase, FusibleOperation):
     these values are equal; a subclass declares its own. Changes of globals, closures, class attributes and methods, and changes inside an object, are
     not seen: call `torch.compiler.reset()` after such a change.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A class of this package is that of the op with its name ("rms_norm" for `RMSNorm`), and takes what it does not declare from the op's definition."""
+        is_ours = cls.__module__.startswith(__package__)
+        kind = vars(cls).get("_kind") or _KINDS.get(cls.__name__.lower()) if is_ours else None
+        if kind is not None:
+            cls._kind, signature = kind, signature_of(kind)
+            names = {in_library: name for name, in_library in cls._names_in_library.items()}
+            defined = {
+                "num_extra_inputs": len(signature.extra_inputs),
+                "num_extra_outputs": len(signature.extra_outputs),
+                "_option_names": tuple([names.get(option.name, option.name) for option in signature.options]),
+                "_parameter_names": tuple([parameter.name for parameter in signature.parameters]),
+                "_depends_on_training": signature.depends_on_training,
+            }
+            declared = {name for base in cls.__mro__[: cls.__mro__.index(BasicOperation)] for name in vars(base)}
+            for name in defined.keys() - declared:
+                setattr(cls, name, defined[name])
+        super().__init_subclass__(**kwargs)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _run: OpRun | None = None, **kwargs: Any) -> Outputs:
         """Runs the op alone. `kwargs` are passed to a forward in Python, or name tensors that an op of the library writes."""

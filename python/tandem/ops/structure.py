@@ -16,14 +16,9 @@ from tandem.ops.op import BasicOperation
 class Identity(BasicOperation):
     """y = x."""
 
-    _kind = "identity"
-
 
 class Reshape(BasicOperation):
     """y = x.reshape(shape). One size may be -1, which follows from the number of elements."""
-
-    _kind = "reshape"
-    _option_names = ("shape",)
 
     def __init__(self, shape: Iterable[int]) -> None:
         """Makes a change of shape.
@@ -42,8 +37,6 @@ class Reshape(BasicOperation):
 class ConstantScale(BasicOperation):
     """y = x scale. y has the shape and dtype of x; integers become torch's default dtype."""
 
-    _kind = "constant_scale"
-    _option_names = ("scale",)
     _names_in_library: ClassVar[dict[str, str]] = {"scale": "factor"}
 
     def __init__(self, scale: float) -> None:
@@ -58,10 +51,6 @@ class ConstantScale(BasicOperation):
 
 class Dropout(BasicOperation):
     """In training y = 0 with probability p, otherwise y = x / (1 - p), for each element; in evaluation y = x. Its own `training` flag decides."""
-
-    _kind = "dropout"
-    _option_names = ("p",)
-    _depends_on_training = True
 
     def __init__(self, p: float) -> None:
         """Makes a dropout.
@@ -88,8 +77,6 @@ class Quantize(BasicOperation):
     If y is a result of the pipeline as it is, it is a `tandem.QuantizedTensor`; compiled code that records a gradient of y returns dequantized values.
     """
 
-    _kind = "quantize"
-    _option_names = ("quantize_forward", "quantize_backward")
     _names_in_library: ClassVar[dict[str, str]] = {"quantize_forward": "forward", "quantize_backward": "backward"}
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
@@ -115,9 +102,7 @@ class Quantize(BasicOperation):
 class AddExtraInput(BasicOperation):
     """y = x + extra, where the extra input broadcasts to x as in torch. With `in_place` the sum may be written into the extra input."""
 
-    _kind = "add_extra_input"
     _shown_names = ("in_place",)
-    num_extra_inputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
         """Makes a sum with an extra input.
@@ -134,9 +119,7 @@ class AddExtraInput(BasicOperation):
 class MakeExtraOutput(BasicOperation):
     """y = x, and x is also an extra output. With `in_place` backward may add gradients in memory that nothing reads afterwards."""
 
-    _kind = "make_extra_output"
     _shown_names = ("in_place",)
-    num_extra_outputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
         """Makes a fork.
@@ -162,11 +145,7 @@ class Modulate(BasicOperation):
     torch.Size([2, 10, 64])
     """
 
-    num_extra_inputs = 2
     shift = Fixed()
-
-    _kind = "modulate"
-    _option_names = ("zero_centered", "shift")
 
     def __init__(self, *, zero_centered: bool = True, shift: bool = True) -> None:
         """Makes the op, which has no parameters.
