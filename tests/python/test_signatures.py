@@ -20,7 +20,7 @@ from tandem.recipe import CustomRecipe, MMParams, Recipe
 
 ROOT = Path(__file__).parents[2]
 KINDS = tandem._C.op_names()
-OWN = {kind: library._OWN[kind] for kind in KINDS if kind in library._OWN}
+OWN = {kind: library.own_classes[kind] for kind in KINDS if kind in library.own_classes}
 
 # Arguments by another name than in the library: TransformerEngine's.
 NAMES = {
@@ -148,7 +148,7 @@ def test_every_activation_fuses_and_stands_in_a_module(kind):
 @pytest.fixture
 def norm(monkeypatch):
     """A class that is made of a signature with sizes, options and parameters, though one is there already."""
-    monkeypatch.delitem(library._OWN, "layer_norm")
+    monkeypatch.delitem(library.own_classes, "layer_norm")
     library.class_of.cache_clear()
     yield library.class_of("layer_norm")
     library.class_of.cache_clear()
@@ -188,7 +188,7 @@ def test_a_class_that_is_none_lists_those_there_are():
 
 
 def test_a_signature_without_shapes_makes_no_class(monkeypatch):
-    monkeypatch.delitem(library._OWN, "grouped_linear")
+    monkeypatch.delitem(library.own_classes, "grouped_linear")
     with pytest.raises(NotImplementedError, match=r"grouped_linear: expected a signature with the shape of each parameter, got none of weight\[\], bias\[\]"):
         library.class_of.__wrapped__("grouped_linear")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from tandem import _C
 from tandem.arguments import positive
 from tandem.op_base.deferred import DeferredMixin
 from tandem.op_base.signature import Signature, signature_of
-from tandem.ops import activation, attention, collective, grouped_linear, linear, loss, norm, structure
-from tandem.ops.op import BasicOperation
+from tandem.ops.op import BasicOperation, own_classes
 
 
 class LibraryOperation(DeferredMixin, BasicOperation):
@@ -48,15 +46,6 @@ class LibraryOperation(DeferredMixin, BasicOperation):
         self._give_first_values()
 
 
-def _own_classes() -> dict[str, type[BasicOperation]]:
-    modules: tuple[ModuleType, ...] = (activation, attention, collective, grouped_linear, linear, loss, norm, structure)
-    classes = [each for module in modules for each in vars(module).values() if isinstance(each, type) and issubclass(each, BasicOperation)]
-    return {each._kind: each for each in classes if vars(each).get("_kind")}
-
-
-_OWN = _own_classes()
-
-
 def class_name(kind: str) -> str:
     """The name of the class that is created for an op."""
     return "".join(part.capitalize() for part in kind.split("_"))
@@ -79,8 +68,8 @@ def _parameters_of(signature: Signature) -> list[inspect.Parameter]:
 def class_of(kind: str) -> type[BasicOperation]:
     """The class of the op that the library calls `kind`, from `tandem.ops` or created here. Raises ValueError for an op that is not registered,
     and NotImplementedError if its signature does not say the shape of each parameter."""
-    if kind in _OWN:
-        return _OWN[kind]
+    if kind in own_classes:
+        return own_classes[kind]
     signature = signature_of(kind)
     unknown = [parameter.name for parameter in signature.parameters if not parameter.shape or parameter.name.endswith("[]")]
     if unknown:
@@ -100,7 +89,7 @@ def class_of(kind: str) -> type[BasicOperation]:
 
 def __getattr__(name: str) -> type[LibraryOperation]:
     for kind in _C.op_names():
-        if kind not in _OWN and class_name(kind) == name:
+        if kind not in own_classes and class_name(kind) == name:
             made: Any = class_of(kind)
             return made  # type: ignore[no-any-return]
     raise AttributeError(
@@ -110,4 +99,4 @@ def __getattr__(name: str) -> type[LibraryOperation]:
 
 
 def __dir__() -> list[str]:
-    return sorted(["LibraryOperation", "class_name", "class_of", *(class_name(kind) for kind in _C.op_names() if kind not in _OWN)])
+    return sorted(["LibraryOperation", "class_name", "class_of", *(class_name(kind) for kind in _C.op_names() if kind not in own_classes)])

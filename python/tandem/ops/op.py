@@ -71,7 +71,8 @@ class FusibleOperation(OpBase):
         return run(input, extras_of_fx_root(extra_inputs, run.now.num_extra_inputs, *unused), self.training)
 
 
-_KINDS = {kind.replace("_", ""): kind for kind in _C.op_names()}
+_KINDS = {kind.replace("_", ""): kind for kind in _C.op_names()}  # the library's names of ops by those of classes in lower case
+own_classes: dict[str, type[BasicOperation]] = {}  # the classes of this package by the names of their ops
 
 
 class BasicOperation(BasicOpBase, FusibleOperation):
@@ -85,8 +86,10 @@ class BasicOperation(BasicOpBase, FusibleOperation):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A class of this package is that of the op with its name ("rms_norm" for `RMSNorm`), and takes what it does not declare from the op's definition."""
-        is_ours = cls.__module__.startswith(__package__)
-        kind = vars(cls).get("_kind") or _KINDS.get(cls.__name__.lower()) if is_ours else None
+        is_ours = cls.__module__.startswith(f"{__package__}.")
+        kind = vars(cls).get("_kind") if is_ours else None  # a class that is made from a definition has it
+        if is_ours and kind is None and (kind := _KINDS.get(cls.__name__.lower())):
+            own_classes[kind] = cls
         if kind is not None:
             cls._kind, signature = kind, signature_of(kind)
             names = {in_library: name for name, in_library in cls._names_in_library.items()}
