@@ -289,15 +289,15 @@ class Prepared:
             kind, label, options = op._kind, "", {}
             if op.is_python_op:
                 count = len(self._buffers[index]) if buffers else 0
-                kind, key = python_op.entry(op, len(self._params[index]), count, (kwargs or {}).get(index, {}), shared=shared)
+                kind, key, referred = python_op.entry(op, len(self._params[index]), count, (kwargs or {}).get(index, {}), shared=shared)
                 label, options = type(op).__name__, {"key": key}
-                held.append(python_op.held(key))
+                held.append(referred)
             elif mixed and by_op.get(id(op)) is False:
                 kind = "identity"
             else:
                 options = op._options()
             if name_instances:
-                python_op.register_instance(op)
+                python_op.instances[op.instance_id] = op
             absorbed = [at for at in self._main_grads.get(index, ()) if at in by_param]
             if absorbed:
                 dummy, overwrite = by_param[absorbed[0]]

@@ -285,7 +285,7 @@ def groups(pass_name: str, instances: Sequence[str], recipe: str | None, joint: 
     """The fused ops that the functions of a pass return, and their refusals. The list that they get contains the fused ops `joint` of both directions."""
     if not _functions[pass_name]:
         return []
-    ops = [python_op.instance(name) for name in instances]
+    ops = [python_op.instances.get(name) for name in instances]
     if any(op is None for op in ops):
         return []
     found, refused = _returned(pass_name, ops, recipe, [(fused.first, fused.last, fused.get()[0]) for fused in joint])

@@ -32,22 +32,15 @@ class _Key:
 _MOST_KEYS = 64  # limit on the keys of one op: keys of compiled code change with its attributes, and hold the arguments of a call
 _live: weakref.WeakValueDictionary[str, _Key] = weakref.WeakValueDictionary()
 _NONE = _Key({}, None)
-_instances: weakref.WeakValueDictionary[str, BasicOpBase] = weakref.WeakValueDictionary()
+instances: weakref.WeakValueDictionary[str, BasicOpBase] = weakref.WeakValueDictionary()  # the ops that descriptions name, by `instance_id`
 _naming = threading.RLock()  # held while an op gets a key; reentrant, because another op may be freed meanwhile
 _objects = itertools.count(1)
 
 
-def register_instance(op: BasicOpBase) -> None:
-    _instances[op.instance_id] = op
-
-
-def instance(instance_id: str) -> BasicOpBase | None:
-    return _instances.get(instance_id)
-
-
-def entry(op: BasicOpBase, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> tuple[str, str]:
-    """The name and key of an op in a description. With `shared`, the key contains the op's identity, so that equal ops have one key; otherwise the key is
-    the op's own. The op's operands are extra inputs, parameters and buffers, in this order: all tensors that a compiled call needs."""
+def entry(op: BasicOpBase, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> tuple[str, str, _Key]:
+    """The name and key of an op in a description, and what the key refers to: it is valid while this object is held and the op lives. With `shared`, the
+    key contains the op's identity, so that equal ops have one key; otherwise the key is the op's own. The op's operands are extra inputs, parameters and
+    buffers, in this order: all tensors that a compiled call needs."""
     place = f"{type(op).__module__}:{type(op).__qualname__}"
     name = f"python:{place}:{op.num_extra_inputs}x{params}x{op.num_extra_outputs}x{buffers}{_dtypes(op)}"
     if shared:
@@ -65,7 +58,7 @@ def entry(op: BasicOpBase, params: int, buffers: int, kwargs: _Kwargs, *, shared
         keys[key] = found  # moves the key to the end
         if len(keys) > _MOST_KEYS:  # the op's own key, without arguments, stays, because eager pipelines name it
             del keys[next(name for name, held in keys.items() if held.code is not None or held.kwargs)]
-    return name, key
+    return name, key, found
 
 
 def _dtypes(op: BasicOpBase) -> str:
@@ -90,11 +83,6 @@ def _dtypes(op: BasicOpBase) -> str:
     if all(dtype is None for dtype in declared):
         return ""
     return ">" + ",".join("-" if dtype is None else str(dtype).removeprefix("torch.") for dtype in declared)
-
-
-def held(key: str) -> _Key | None:
-    """What a key in a description refers to. The key is valid while the returned object is held and the op lives."""
-    return _live.get(key)
 
 
 def live_op(key: str) -> tuple[BasicOpBase | None, _Kwargs]:
