@@ -281,11 +281,11 @@ def _ops_of(args: _Args) -> _Ops:
             "weights of products."
         )
     now = OpRun(parts).prepare()
-    modes = Modes(tuple([("none", args.overwrite_main_grad) for _ in now.main_grad_places]))
+    modes = Modes(tuple([(at, ("none", args.overwrite_main_grad)) for at in now.main_grad_places]))
     text, _ = now.ops_text((), None, modes, buffers=False, shared=False, name_instances=False)
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    made = _known[key] = _Ops(text, tuple(map(_field, now.places)), tuple(map(_field, now.main_grad_places)), now.num_outputs)
+    made = _known[key] = _Ops(text, tuple(map(_field, now.places)), tuple(map(_field, now.main_grad_places.values())), now.num_outputs)
     return made
 
 

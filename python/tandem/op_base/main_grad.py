@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,26 +10,23 @@ from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
 
-Mode = tuple[str, bool] | None  # kind of dummy gradient, and whether main_grad is overwritten; None: no gradient is required
+Mode = tuple[str, bool]  # kind of dummy gradient, and whether main_grad is overwritten
 
 
-def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
-    """How a call returns the gradients of these parameters. In the first micro-batch each gradient overwrites `main_grad`. Raises RuntimeError if a
-    parameter has no `main_grad`."""
-    if not torch.is_grad_enabled():
-        return (None,) * len(places)
-    found: list[Mode] = []
-    for module, name in places:
+def modes(places: Mapping[int, tuple[torch.nn.Module, str]]) -> dict[int, Mode]:
+    """How a call returns the gradients of those of these parameters that require one. In the first micro-batch each gradient overwrites `main_grad`.
+    Raises RuntimeError if a parameter has no `main_grad`."""
+    found: dict[int, Mode] = {}
+    for at, (module, name) in places.items() if torch.is_grad_enabled() else ():
         param, op = getattr(module, name), type(module).__name__
         if not param.requires_grad:
-            found.append(None)
             continue
         buffer(param, op)
         dummy = "none"
         if hasattr(param, "grad_added_to_main_grad"):  # the framework's hook runs only if backward returns a gradient
             dummy = "zeros" if getattr(param, "zero_out_wgrad", False) else "empty"
-        found.append((dummy, is_overwritten(param)))
-    return tuple(found)
+        found[at] = (dummy, is_overwritten(param))
+    return found
 
 
 def is_overwritten(param: Any) -> bool:

@@ -18,7 +18,7 @@ from tandem.tracing import constant_while_traced
 class Modes(NamedTuple):
     """The tensors of the caller that one call of a pipeline writes."""
 
-    main_grads: tuple[main_grad.Mode, ...] = ()  # one for each parameter whose gradient goes into its main_grad
+    main_grads: tuple[tuple[int, main_grad.Mode], ...] = ()  # positions of the parameters whose gradient goes into their main_grad, each with its mode
     delayed: tuple[int, ...] = ()  # indices of ops that leave gradients of weights to be computed later
     given: tuple[tuple[int, tuple[str, ...]], ...] = ()  # indices of ops that write arguments of the call, with the options that declare it
     is_first: bool = False  # whether gradients that are computed later overwrite main_grad

@@ -142,8 +142,7 @@ class Prepared:
         self.buffer_places, self._buffers = _numbered(self.basic_ops, "_buffers", len(self.places))
         # By op: positions of the parameters whose gradient is added to their main_grad. Empty for most pipelines.
         self._main_grads = {index: at for index, op in enumerate(self.basic_ops) if (at := self._absorbed(index, op))}
-        self.main_grad_params = tuple(dict.fromkeys(at for own in self._main_grads.values() for at in own))
-        self.main_grad_places = tuple(self.places[at] for at in self.main_grad_params)
+        self.main_grad_places = {at: self.places[at] for own in self._main_grads.values() for at in own}
         self._delaying = tuple(index for index, op in enumerate(self.basic_ops) if not op.is_python_op and getattr(op, "delay_wgrad_compute", False))
         self.has_modes = bool(self.main_grad_places or self._delaying)
         for index in self._delaying:
@@ -185,9 +184,9 @@ class Prepared:
 
     def modes(self) -> Modes:
         """How a call returns gradients that are added to a main_grad, and which gradients it delays. Raises RuntimeError if weights of an op differ."""
-        found = main_grad.modes(self.main_grad_places) if self.main_grad_places else ()
+        found = main_grad.modes(self.main_grad_places)
         for index, own in self._main_grads.items():
-            alike = {found[self.main_grad_params.index(at)] for at in own}
+            alike = {found.get(at) for at in own}
             if len(alike) > 1:
                 raise RuntimeError(
                     f"{self.basic_ops[index]._get_name()}: expected weights that are alike in requires_grad, overwrite_main_grad, "
@@ -196,10 +195,11 @@ class Prepared:
         delaying = self._delaying if torch.is_grad_enabled() else ()
         delayed = [index for index in delaying if any(weight.requires_grad for weight in self.basic_ops[index]._weights())]
         later = [self.basic_ops[index] for index in delayed if self.basic_ops[index].accumulate_into_main_grad]
-        overwritten = [(type(module).__name__, getattr(module, name)) for (module, name), mode in zip(self.main_grad_places, found, strict=False) if mode and mode[1]]
+        written = [self.places[at] for at, (_, overwrites) in found.items() if overwrites]
+        overwritten = [(type(module).__name__, getattr(module, name)) for module, name in written]
         overwritten += [(op._get_name(), weight) for op in later for weight in op._weights() if weight.requires_grad and main_grad.is_overwritten(weight)]
         main_grad.check_overwritten_once(overwritten)
-        return Modes(found, tuple(delayed), is_first=bool(later) and main_grad.in_first_microbatch())
+        return Modes(tuple(found.items()), tuple(delayed), is_first=bool(later) and main_grad.in_first_microbatch())
 
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:
@@ -259,7 +259,7 @@ class Prepared:
             self.owner is None,
             list(self.terms.required),
             float(self.terms.memory_budget) if self.terms.memory_budget else None,
-            [at for at, mode in zip(self.main_grad_params, modes.main_grads, strict=False) if mode is not None],
+            [at for at, _ in modes.main_grads],
             [maker for index in modes.delayed for maker in self.basic_ops[index].wgrad_store.makers(modes.is_first)],
             [(vars(owner), forward, backward) for owner, forward, backward in self.state_owners],
         )
@@ -279,7 +279,7 @@ class Prepared:
     ) -> tuple[str, list[Any]]:
         """The "ops" of a description, with `buffers` among the operands if wanted, and the objects that must live as long as the text. If training
         flags differ, ops in evaluation are written as identities."""
-        by_param = {at: mode for at, mode in zip(self.main_grad_params, modes.main_grads, strict=False) if mode is not None}
+        by_param = dict(modes.main_grads)
         given = dict(modes.given)
         first_in_backward = {at: index for index, absorbing in sorted(self._main_grads.items()) for at in absorbing}
         by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
@@ -370,8 +370,7 @@ class Prepared:
         if said := _C.in_force.said_of_weights if stamps else "":
             for at in stamps:
                 torch.ops.tandem.say_of_weight_(for_codes[at], 1 if said == "first micro-batch" else 2)
-        found = () if modes is None else modes.main_grads
-        buffers = main_grad.buffers([place for place, mode in zip(self.main_grad_places, found, strict=False) if mode is not None])
+        buffers = main_grad.buffers([self.places[at] for at, _ in (() if modes is None else modes.main_grads)])
         try:
             outputs = torch.ops.tandem.pipeline(x, list(extra), params, for_codes, self.state(recipe), buffers, text)
         finally:
