@@ -194,8 +194,7 @@ class SiTUGLU(_GatedUnit):
         Args:
             beta1: above 0; the gate beta1 tanh(a / beta1) sigmoid(a) stays below it in magnitude.
             beta2: above 0; the factor beta2 tanh(b / beta2) stays below it in magnitude.
-            cache_quantized_input: whether backward reads x from 8-bit codes; the attribute of this name says more.
-            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
+            cache_quantized_input, glu_interleave_size: as for `SwiGLU`.
         """
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
         self.beta1 = beta1
@@ -225,8 +224,7 @@ class ClampedSwiGLU(_GatedUnit):
             limit: the largest a', and the largest magnitude of b'.
             alpha: the factor of a' inside the sigmoid.
             glu_linear_offset: the number that is added to b'.
-            cache_quantized_input: whether backward reads x from 8-bit codes; the attribute of this name says more.
-            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
+            cache_quantized_input, glu_interleave_size: as for `SwiGLU`.
         """
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
         self.limit = limit
@@ -277,10 +275,8 @@ class ScaledSiTUGLU(_ScaledUnit):
         """Makes the gated unit, which has no parameters: x [..., features] -> y [..., features / 2], in the dtype of autocast or x.
 
         Args:
-            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
-            activation_recompute_in_mlp: without effect; `ScaledSwiGLU` says more.
-            beta1: above 0; the gate beta1 tanh(a / beta1) sigmoid(a) stays below it in magnitude.
-            beta2: above 0; the factor beta2 tanh(b / beta2) stays below it in magnitude.
+            glu_interleave_size, activation_recompute_in_mlp: as for `ScaledSwiGLU`.
+            beta1, beta2: as for `SiTUGLU`.
         """
         super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.beta1 = beta1
@@ -306,11 +302,8 @@ class ScaledClampedQGeGLU(_ScaledUnit):
         """Makes the gated unit, which has no parameters: x [..., features] -> y [..., features / 2], in the dtype of autocast or x.
 
         Args:
-            glu_interleave_size: columns of a block if a and b alternate in blocks; None: a and b are the halves of x.
-            activation_recompute_in_mlp: without effect; `ScaledSwiGLU` says more.
-            limit: the largest a', and the largest magnitude of b', as `ClampedSwiGLU` defines them.
-            alpha: the factor of a' inside the sigmoid.
-            glu_linear_offset: the number that is added to b'.
+            glu_interleave_size, activation_recompute_in_mlp: as for `ScaledSwiGLU`.
+            limit, alpha, glu_linear_offset: as for `ClampedSwiGLU`.
         """
         super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.limit = limit

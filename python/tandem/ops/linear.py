@@ -54,14 +54,9 @@ class BasicLinear(CollectivesMixin, JoinedMixin, ProductOperation):
         """Makes a product with a weight, which `reset_parameters` draws.
 
         Args:
-            in_features: size of the last dimension of x.
-            out_features: size of the last dimension of y.
-            device: device of the parameter; None: torch's default device.
-            dtype: dtype of the parameter; None: `torch.get_default_dtype()`.
+            in_features, out_features, device, dtype, rng_state_tracker_function: as for `Linear`.
             tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as for `Linear`. The collectives are ops of the pipeline before and
                 after this one.
-            rng_state_tracker_function: a function that returns an object whose `fork()` is a context in which the weight is drawn; None: the
-                global generator draws.
             userbuffers_options: None or empty; another value raises NotImplementedError.
             accumulate_into_main_grad: whether the product adds the gradient of `weight` to `weight.main_grad` instead of returning it. If
                 `weight.overwrite_main_grad` is true, the gradient overwrites `main_grad`. If `weight.grad_added_to_main_grad` exists, it is set to

@@ -128,13 +128,7 @@ class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
             in_features: size of the last dimension of x.
             num_classes: number of classes on all ranks together.
             bias: whether logits have a bias, which starts at zero.
-            class_weight: factors of the losses of this rank's classes, a parameter without gradient; None: no factors.
-            reduction: "mean", "sum" or "none".
-            ignore_index: rows with this target have loss 0 and no gradient.
-            label_smoothing: from 0 to 1; the share of a target that is spread over all classes.
-            soft_cap: at least 0; logits become soft_cap tanh(logits / soft_cap); 0: logits stay unchanged.
-            z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row; class weights do not multiply this term.
-            tensor_parallel_group: the group whose ranks share the classes; None: this process has all.
+            class_weight, reduction, ignore_index, label_smoothing, soft_cap, z_loss, tensor_parallel_group: as for `CrossEntropy`.
             sequence_parallel: whether the ranks also share the first dimension of x, which is gathered; the targets are those of all rows. If
                 False, each rank passes all rows of x and gets the whole gradient of x.
             device: device of the parameters; None: torch's default device.
