@@ -298,7 +298,8 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
         return option.checked(op, name, value)
 
     def _options(self) -> dict[str, Any]:
-        return {self._names_in_library.get(name, name): getattr(self, name) for name in self._option_names}
+        """The options by the library's names. None stands for the library's default."""
+        return {self._names_in_library.get(name, name): value for name in self._option_names if (value := getattr(self, name)) is not None}
 
     def _quantize_slots(self) -> tuple[int, int]:
         return _slots_of(self._kind) if self._kind and not self.is_python_op else (0, 0)
@@ -350,7 +351,7 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
 
     def extra_repr(self) -> str:
         names = self._option_names if self._shown_names is None else self._shown_names
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names) or super().extra_repr()
+        return ", ".join(f"{name}={value}" for name in names if (value := getattr(self, name)) is not None) or super().extra_repr()
 
     @property
     def instance_id(self) -> str:

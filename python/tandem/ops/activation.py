@@ -82,12 +82,6 @@ class _Interleaved(BasicOperation):
             raise ValueError(f"{op}: expected {name} to be a finite number > 0, got {value!r}. Give what its factor stays below.")
         return value
 
-    def _options(self) -> dict[str, Any]:
-        return {name: value for name, value in super()._options().items() if value is not None}
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._options().items())
-
 
 class _GatedUnit(_Interleaved, _Activation):
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:

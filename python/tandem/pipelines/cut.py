@@ -23,8 +23,6 @@ class Wiring:
 
     def take(self, extra: Tensors, channels: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
         """The extra arguments of the piece, from the caller and from channels, and the caller's remaining ones."""
-        if not self.inputs:
-            return (), extra
         count = self.inputs.count(None)
         own = iter(extra[:count])
         return tuple([next(own) if channel is None else channels[channel] for channel in self.inputs]), extra[count:]
