@@ -179,6 +179,8 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
     extra_output_dtypes: Sequence[torch.dtype | None] = ()  # for an op in Python, the dtypes of its extra outputs; None as above
 
     _kind: ClassVar[str] = ""  # the library's name of the op, empty for an op in Python
+    _context: ClassVar[tuple[str, ...]] = ()  # the names of the tensors in `saved_tensors`
+    _drawn: ClassVar[tuple[str, ...]] = ()  # those of them that come from a generator
     _option_names: ClassVar[tuple[str, ...]] = ()
     _names_in_library: ClassVar[Mapping[str, str]] = {}  # the library's names of options that differ from ours
     _parameter_names: ClassVar[tuple[str, ...]] = ()
@@ -238,16 +240,6 @@ class BasicOpBase(DirectionsMixin, ChannelsMixin, OpBase):
         """Whether a parameter, and whether a buffer, of this name exists."""
         fields = self.__dict__
         return fields.get("_parameters", {}).get(name) is not None, fields.get("_buffers", {}).get(name) is not None
-
-    @property
-    def _context(self) -> tuple[str, ...]:
-        """The names of the tensors in `saved_tensors`."""
-        return signature_of(self._kind).context if self._kind else ()
-
-    @property
-    def _drawn(self) -> tuple[str, ...]:
-        """The names in `_context` of tensors that come from a generator."""
-        return signature_of(self._kind).drawn if self._kind else ()
 
     @property
     def changes(self) -> int:

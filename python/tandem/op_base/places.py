@@ -33,21 +33,17 @@ def names(op: BasicOpBase, field: str) -> Names:
     return list(found.values())
 
 
-def at(op: BasicOpBase, path: str) -> torch.nn.Module:
-    """The module at a path that `names` returned. Raises RuntimeError if it was removed since."""
+def holding(op: BasicOpBase, path: str, name: str) -> Place:
+    """The module that holds a tensor of `names`, and its name there. The owner of a part may have another name for it. Raises RuntimeError if the module
+    was removed since."""
     if not path:
-        return op if op.is_python_op else op._holder
+        return (op, name) if op.is_python_op else (op._holder, getattr(op._parameters, "names", {}).get(name, name))
     try:
-        return op.get_submodule(path)
+        return op.get_submodule(path), name
     except AttributeError as error:
         raise RuntimeError(
             f"{op._get_name()}: expected the modules that it had in forward, got an op without {path}. Remove it after backward."
         ) from error
-
-
-def holding(op: BasicOpBase, path: str, name: str) -> Place:
-    """The module that holds a tensor of `names`, and its name there. The owner of a part may have another name for it."""
-    return at(op, path), name if path or op.is_python_op else getattr(op._parameters, "names", {}).get(name, name)
 
 
 def places(op: BasicOpBase, field: str) -> Iterator[Place]:

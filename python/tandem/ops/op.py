@@ -91,7 +91,8 @@ class BasicOperation(BasicOpBase, FusibleOperation):
         if is_ours and kind is None and (kind := _KINDS.get(cls.__name__.lower())):
             own_classes[kind] = cls
         if kind is not None:
-            cls._kind, signature = kind, signature_of(kind)
+            signature = signature_of(kind)
+            cls._kind, cls._context, cls._drawn = kind, signature.context, signature.drawn
             names = {in_library: name for name, in_library in cls._names_in_library.items()}
             defined = {
                 "num_extra_inputs": len(signature.extra_inputs),
