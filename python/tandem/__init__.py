@@ -20,14 +20,11 @@ from tandem.versions import check_torch
 
 check_torch(torch.__version__, TORCH)
 
-from tandem import _C, ops, recipe  # noqa: E402
+from tandem import _C, modules, ops, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem.compilers.compile import compile  # noqa: A004, E402
 from tandem.compilers.decompositions import decompositions, register_decompositions  # noqa: E402
-from tandem.modules import (  # noqa: E402
-    GroupedLinear, InferenceParams, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, RMSNorm, RotaryPositionEmbedding,
-    TransformerLayer, apply_rotary_pos_emb,
-)
+from tandem.modules import *  # noqa: E402, F403
 from tandem.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from tandem.pipelines.reporting import Verification  # noqa: E402
 from tandem.quantized.formats import (  # noqa: E402
@@ -51,15 +48,15 @@ from tandem.state.transformer_engine import transformer_engine_state_dict  # noq
 
 __version__: str = _C.version()
 __all__ = [
-    "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "GroupedLinear", "InferenceParams", "Inspection", "LayerNorm",
-    "LayerNormLinear", "LayerNormMLP", "Linear", "MXFP8Quantizer", "MultiheadAttention", "NVFP4Quantizer", "QuantizedTensor", "Quantizer", "RMSNorm",
-    "RotaryPositionEmbedding", "TransformerLayer", "Verification", "WeightWorkspace",
-    "__version__", "apply_rotary_pos_emb", "autocast", "cached_bytes", "cast", "cast_back", "checkpoint", "compile", "decompositions", "empty_cache",
-    "explain", "finish_quantized_init", "fp8_autocast", "fp8_model_init", "inspect", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available", "linear_cross_entropy", "load_recipe_state_dict", "make_recipe_state", "memory_budget", "ops",
-    "quantize", "quantize_weight", "quantized_model_init", "recipe", "recipe_state_dict", "set_cache_limit", "transformer_engine_state_dict",
-    "verify", "weights_changed", "weights_unchanged",
+    "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Inspection", "MXFP8Quantizer", "NVFP4Quantizer", "QuantizedTensor",
+    "Quantizer", "Verification", "WeightWorkspace",
+    "__version__", "autocast", "cached_bytes", "cast", "cast_back", "checkpoint", "compile", "decompositions", "empty_cache", "explain",
+    "finish_quantized_init", "fp8_autocast", "fp8_model_init", "inspect", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
+    "is_nvfp4_available", "linear_cross_entropy", "load_recipe_state_dict", "make_recipe_state", "memory_budget", "ops", "quantize", "quantize_weight",
+    "quantized_model_init", "recipe", "recipe_state_dict", "set_cache_limit", "transformer_engine_state_dict", "verify", "weights_changed",
+    "weights_unchanged",
 ]
+__all__ += modules.__all__
 
 
 def _after_step(*_: object) -> None:
