@@ -48,20 +48,14 @@ class Tail:
             dropout: probability that an element becomes zero before it is added to a residual.
         """
         self.attention, self.proj, self.made_of = attention, proj, (attention, proj, mlp, last, dropout)
-        self.training = True
-        self.dropped = [ops.Dropout(float(dropout)) for _ in range(2)] if dropout else []
+        dropped = [ops.Dropout(float(dropout)) for _ in range(2)] if dropout else []
         fork, join = ops.MakeExtraOutput(), ops.AddExtraInput()
         fork.set_extra_output_channel(0, "residual", output_to_caller=False)
         join.set_extra_input_channel(0, "residual")
         first = [] if proj is None else [proj]
         behind = [] if last is None else [last]
-        self.pipeline = ops.Sequential(*first, *self.dropped[:1], ops.AddExtraInput(), fork, mlp, *self.dropped[1:], join, *behind)
-
-    def train(self, mode: bool) -> None:
-        """Sets the training flag of the modules that only this pipeline has: its container and its dropouts."""
-        self.training = self.pipeline.training = mode
-        for drop in self.dropped:
-            drop.training = mode
+        self.pipeline = ops.Sequential(*first, *dropped[:1], ops.AddExtraInput(), fork, mlp, *dropped[1:], join, *behind)
+        self.own = (self.pipeline, *dropped)  # the modules that no other module has, and whose training flag this pipeline sets
 
 
 class TransformerLayer(GroupsInside, torch.nn.Module):
@@ -197,8 +191,9 @@ class TransformerLayer(GroupsInside, torch.nn.Module):
         tail = self._tail
         if tail is None or not all(map(operator.is_, tail.made_of, made_of)):
             tail = self.__dict__["_tail"] = Tail(*made_of)
-        if tail.training is not self.training:
-            tail.train(self.training)
+        if tail.pipeline.training is not self.training:
+            for module in tail.own:
+                module.training = self.training
         return tail
 
     _traced_tail = property(_C.native_getter(_tail_now))  # Dynamo takes the result without tracing `_tail_now`
