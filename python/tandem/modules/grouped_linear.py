@@ -163,6 +163,8 @@ class GroupedLinear(ProductMixin, ops.GroupedLinear):
             return y
         return y, [getattr(self, name).to(y.dtype) for name in self._returned]
 
+    _library_forward = forward  # containers take a module with this forward into their pipelines
+
     def extra_repr(self) -> str:
         parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
         return f"num_gemms={self.num_gemms}, {self.in_features}, {self.out_features}, bias={self.use_bias}{parallel}"
@@ -174,6 +176,3 @@ def _whole_numbers(op: str, splits: Sequence[int]) -> list[int]:
         if type(number) is not int and whole(number) is None:
             raise TypeError(f"{op}: expected m_splits of whole numbers, got {number!r}. Pass the rows of each group.")
     return numbers
-
-
-GroupedLinear._library_forward = GroupedLinear.forward  # containers take a module with this forward into their pipelines

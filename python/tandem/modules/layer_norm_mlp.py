@@ -151,10 +151,9 @@ class LayerNormMLP(NormedModule):
         """
         return self._outputs(inp, _run, is_first_microbatch)
 
+    _library_forward = forward  # containers take the parts of a module with this forward into their pipelines
+
     def extra_repr(self) -> str:
         parallel = f", tp_size={self.tp_size}" if self.tp_size > 1 else ""
         sizes = f"{self.hidden_size}, {self.size_per_partition * self.tp_size}"
         return f"{sizes}, bias={self.use_bias}, normalization={self.normalization}, activation={self.activation}{parallel}"
-
-
-LayerNormMLP._library_forward = LayerNormMLP.forward  # containers take the parts of a module with this forward into their pipelines
