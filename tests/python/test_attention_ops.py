@@ -219,10 +219,6 @@ def test_modes():
         assert ops.Attention(4, 8, num_kv_heads=2)(x).dtype == torch.bfloat16
         assert ops.Attention(4, 8, num_kv_heads=2, mask=True)(x, torch.ones(10, 10, dtype=torch.bool)).dtype == torch.bfloat16
         assert ops.Rotary(4, 8, num_kv_heads=2)(x).dtype == torch.float32, "as sums and products of elements"
-    y = block(x)
-    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="backward"):
-        first.sum().backward()
     assert block.verify(x).passed
 
 

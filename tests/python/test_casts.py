@@ -75,11 +75,8 @@ ERRORS = [
     (lambda: tandem.cast(torch.ones(2), torch.float16), ValueError, "cast: expected a dtype among torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, got torch.float16"),
     (lambda: tandem.cast_back(torch.ones(2), torch.int8), ValueError, "cast_back: expected a dtype among"),
     (lambda: tandem.cast_back(torch.ones(2), E4M3), TypeError, "cast_from_codes: expected uint8 codes, got float32"),
-    (lambda: tandem.cast(torch.ones(2, dtype=torch.int32), E4M3), TypeError, "cast_to_codes: expected x of dtype float32, bfloat16, float16 or float64, got int32"),
-    (lambda: tandem.cast(torch.ones(2), E4M3, seed=torch.ones(1)), ValueError, "cast_to_codes: expected a seed of one int64, or of two with an offset, got float32 of shape [1]. Draw it with torch.randint."),
     (lambda: tandem.cast(torch.ones(2), E8M0, seed=torch.tensor(1)), ValueError, "cast_to_codes: expected no seed for e8m0, which rounds up, got one. Leave it out."),
     (lambda: torch.ops.tandem.cast_to_codes(torch.ones(2), "e3m4", True), ValueError, 'cast_to_codes: expected a format among e4m3, e5m2, e2m1, e8m0, got "e3m4". Name one of them.'),
-    (lambda: tandem.cast(torch.ones(2, requires_grad=True), E4M3), NotImplementedError, "cast_to_codes: expected a tensor that needs no gradient, got one that requires it"),
 ]  # fmt: skip
 
 

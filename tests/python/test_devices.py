@@ -150,13 +150,6 @@ def test_extra_input_elsewhere():
         ops.AddExtraInput(in_place=True)(meta, x)
 
 
-def test_one_parameter_elsewhere():
-    module = ops.Linear(8, 6)
-    module.bias = torch.nn.Parameter(module.bias.to("meta"))
-    with pytest.raises(ValueError, match="expected x and bias on one device, got cpu and meta"):
-        module(torch.randn(4, 8))
-
-
 def test_under_a_recipe():
     module = ops.Sequential(ops.Linear(64, 64))
     x = torch.randn(8, 64)

@@ -76,14 +76,6 @@ def test_any_integers_count_rows(dtype):
     assert torch.equal(module(x, torch.tensor([2, 3], dtype=dtype)), module(x, torch.tensor([2, 3])))
 
 
-def test_frozen_weights_get_no_product():
-    module = ops.GroupedLinear(3, 4, 4)
-    module.weight1.requires_grad_(False)
-    x = torch.randn(6, 4, requires_grad=True)
-    module(x, torch.tensor([2, 2, 2])).sum().backward()
-    assert module.weight1.grad is None and module.weight0.grad is not None and x.grad is not None
-
-
 def test_torch_func_and_forward_mode():
     module = ops.GroupedLinear(2, 4, 3, dtype=torch.float64)
     rows = torch.tensor([1, 2])
@@ -133,8 +125,6 @@ def test_numbers_of_rows_count_whatever_their_shape(shape, dtype):
 
 def test_other_errors():
     module = ops.GroupedLinear(2, 4, 3)
-    with pytest.raises(ValueError, match=r"grouped_linear: expected x with 4 features in its last dimension, .* got x of shape \[5, 6\]"):
-        module(torch.randn(5, 6), torch.tensor([2, 3]))
     with pytest.raises(ValueError, match="expected num_groups to be a whole number > 0, got 0"):
         ops.GroupedLinear(0, 4, 3)
     module.weight1 = torch.nn.Parameter(torch.randn(4, 4))
