@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import gc
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -46,18 +47,6 @@ def box():
     return randomize(ops.Sequential(ops.Linear(16, 16)))
 
 
-class Numbers:
-    """The output of a pipeline without a recipe, under the default one and under OTHER."""
-
-    def __init__(self, box, x):
-        self.plain = box(x).detach()
-        with tandem.autocast():
-            self.quantized = box(x).detach()
-        with tandem.autocast(recipe=OTHER):
-            self.other = box(x).detach()
-        assert not torch.equal(self.plain, self.quantized) and not torch.equal(self.quantized, self.other)
-
-
 @pytest.fixture
 def x():
     return torch.randn(4, 16)
@@ -65,7 +54,14 @@ def x():
 
 @pytest.fixture
 def numbers(box, x):
-    return Numbers(box, x)
+    """The output of the pipeline without a recipe, under the default one and under OTHER."""
+    found = types.SimpleNamespace(plain=box(x).detach())
+    with tandem.autocast():
+        found.quantized = box(x).detach()
+    with tandem.autocast(recipe=OTHER):
+        found.other = box(x).detach()
+    assert not torch.equal(found.plain, found.quantized) and not torch.equal(found.quantized, found.other)
+    return found
 
 
 def on_a_thread(function):
@@ -156,23 +152,25 @@ def test_a_region_that_another_thread_leaves(box):
         assert tandem._C.active_recipe() is not None
 
 
-def test_one_object_is_entered_again_and_as_a_recursive_decorator_of_several_threads(box, x, numbers):
-    region = tandem.autocast()
+@pytest.mark.parametrize("path", PATHS)
+def test_one_object_is_entered_again_and_as_a_recursive_decorator_of_several_threads(path, box, x, numbers):
+    function, region = path(box), tandem.autocast()
 
     @region
     def inner(depth):
         if depth:
             with tandem.autocast(enabled=False):
-                assert torch.equal(box(x), numbers.plain)
+                assert torch.equal(function(x), numbers.plain)
                 inner(depth - 1)
-                assert torch.equal(box(x), numbers.plain)
-        return box(x)
+                assert torch.equal(function(x), numbers.plain)
+        return function(x)
 
+    assert torch.equal(function(x), numbers.plain)
     with region, region:
-        assert torch.equal(box(x), numbers.quantized)
+        assert torch.equal(function(x), numbers.quantized)
     with ThreadPoolExecutor(4) as pool:
         assert all(torch.equal(y, numbers.quantized) for y in (*pool.map(inner, [3] * 4), inner(3)))
-    assert torch.equal(box(x), numbers.plain)
+    assert torch.equal(function(x), numbers.plain)
 
 
 def test_an_exception_leaves_every_region(box, x, numbers):

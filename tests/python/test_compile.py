@@ -110,61 +110,15 @@ def test_no_code_of_a_python_op_runs_in_a_compiled_step():
     assert len(calls) == before > 0
 
 
-def test_autocast_around():
-    box, x = randomize(llama_mlp()), torch.randn(6, 16)
-    plain = box(x)
-    other = tandem.recipe.Float8CurrentScaling(use_power_2_scales=True)
-    with tandem.autocast():
-        quantized = box(x)
-    with tandem.autocast(recipe=other):
-        coarse = box(x)
-    function = compiled(box)
-    for _ in range(2):
-        torch.testing.assert_close(function(x), plain)
-        with tandem.autocast():
-            torch.testing.assert_close(function(x), quantized)
-            with tandem.autocast(enabled=False):
-                torch.testing.assert_close(function(x), plain)
-        with tandem.autocast(recipe=other):
-            torch.testing.assert_close(function(x), coarse)
-
-
-def test_gradients_of_a_quantized_pipeline():
-    box = randomize(llama_mlp())
-    with tandem.autocast():
-        compare(box, compiled(box), torch.randn(6, 16, requires_grad=True))
-
-
 def test_train_and_eval():
     box = ops.Sequential(ops.ConstantScale(2.0), ops.Dropout(0.5))
     function, x = compiled(box), torch.ones(1000)
-    first, second = function(x), function(x)
-    assert 300 < (first == 0).sum() < 700
-    assert not torch.equal(first, second)
-    torch.manual_seed(4)
-    third = function(x)
-    torch.manual_seed(4)
-    assert torch.equal(function(x), third)
+    assert 300 < (function(x) == 0).sum() < 700
     box.eval()
     assert torch.equal(function(x), 2 * x)
     box.train()
     box[1].eval()
     assert torch.equal(function(x), 2 * x)
-
-
-def test_a_fusion_that_is_registered_later_is_seen():
-    from test_fusions_python import JointSquare, replacing
-
-    box = ops.Sequential(ops.SiLU(), ops.SiLU())
-    function, x = torch.compile(box, backend="aot_eager"), torch.randn(4)
-    plain = box(x)
-    torch.testing.assert_close(function(x), plain)
-    fuse = replacing([ops.SiLU, ops.SiLU], JointSquare)
-    with ops.register_forward_backward_fusion(fuse):
-        y = x.clone().requires_grad_()
-        torch.testing.assert_close(function(y), x * x)
-        torch.testing.assert_close(torch.autograd.grad(function(y).sum(), y)[0], 2 * x)
-    torch.testing.assert_close(function(x), plain)
 
 
 def saved_by(function):
