@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import tandem.ops as ops
 
+AsksFunctions = torch.overrides.BaseTorchFunctionMode  # a mode without effect, under which calls are dispatched calls
 DYNAMO_ERRORS = (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported)  # around an error while tracing; the second one since torch 2.14
 
 # Allowed distance from the float64 result, relative to its largest element: a few roundings of the dtype.
@@ -132,16 +133,17 @@ def double_leaves(tensors):
     return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
 
 
-def check_against(module, reference, x, gain=0.0):
-    """Asserts that output and all gradients of `module` equal those of `reference` on float64 copies of x and the parameters. `gain` bounds the
-    magnitude of terms of the gradients relative to the gradient of the output."""
-    params = list(module.parameters())
-    x64, *params64 = double_leaves([x, *params])
-    y, y64 = module(x), reference(x64, *params64)
+def check_against(module, reference, *inputs, gain=0.0):
+    """Asserts that output and all gradients of `module` equal those of `reference` on float64 copies of the inputs and the parameters. `gain` bounds
+    the magnitude of terms of the gradients relative to the gradient of the output."""
+    operands = [*inputs, *module.parameters()]
+    wide = double_leaves(operands)
+    y, y64 = module(*inputs), reference(*wide)
+    assert y.dtype == inputs[0].dtype
     close(y, y64)
     grad = torch.randn(y.shape, dtype=torch.float64).to(y)
-    requested = [t for t in (x, *params) if t.requires_grad]
-    asked64 = [t for t in (x64, *params64) if t.requires_grad]
+    requested = [t for t in operands if t.requires_grad]
+    asked64 = [t for t in wide if t.requires_grad]
     if not requested:
         assert not y.requires_grad
         return
@@ -178,10 +180,3 @@ def join(channel="residual", **options):
 def residual(*branch):
     """x and what the branch makes of it, added."""
     return ops.Sequential(fork(), *branch, join())
-
-
-class AsksFunctions(torch.overrides.TorchFunctionMode):
-    """A mode without effect, under which calls are dispatched calls."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))

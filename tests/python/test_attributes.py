@@ -129,6 +129,7 @@ def test_whole_numbers_of_other_libraries(size):
     assert type(linear.in_features) is int and linear.local_in_features == 4
     assert ops.Reshape((size, -1)).shape == (4, -1)
     assert ops.Dropout(np.float32(0.5)).p == 0.5
+    assert {type(unit.glu_interleave_size) for unit in (ops.SwiGLU(glu_interleave_size=size), ops.ScaledSwiGLU(size))} == {int}
     box = ops.Sequential(ops.Identity(), ops.GELU())
     assert box[np.int64(1)] is box[1]
     assert ops.MakeExtraOutput().set_extra_output_channel(np.int64(0), "a")._extra_output_channels == ["a"]

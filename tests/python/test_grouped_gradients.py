@@ -11,6 +11,7 @@ import pytest
 import torch
 from experts import TOLERANCE, grad_of, made, product, wide
 from torch.testing import assert_close
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 import tandem
 from tandem import ops
@@ -18,11 +19,6 @@ from tandem import ops
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 SPLITS = ([3, 0, 5, 1], [2, 1, 3, 0])  # the second leaves rows behind
-
-
-class Nothing(torch.utils._python_dispatch.TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 def rows_of(dtype=torch.float32, features=6):
@@ -107,7 +103,7 @@ def test_gradients_are_added_to_main_grad(through, packed):
     expected = expected_gradients(module, x, splits, grad)
     call = torch.compile(module, fullgraph=True) if through == "compiled" else module
     for step in (1, 2):
-        with Nothing() if through == "op" else contextlib.nullcontext():
+        with BaseTorchDispatchMode() if through == "op" else contextlib.nullcontext():
             y = call(x, torch.tensor(splits))
         y.backward(grad)
         for weight, name in zip(weights, names, strict=True):
@@ -245,7 +241,7 @@ def test_delayed_gradients_need_direct_calls():
     module = made(delay_wgrad_compute=True)
     y = module(rows_of(), splits)
     with pytest.raises(NotImplementedError, match="grouped_linear: expected delay_wgrad_compute=False where the call is traced, got True"):
-        with Nothing():
+        with BaseTorchDispatchMode():
             y.backward(torch.ones(9, 5))
 
 
@@ -356,11 +352,11 @@ def test_other_arguments_and_paths_are_told():
     with pytest.raises(TypeError, match="GroupedLinear: expected a tensor as output, got int"):
         module(rows_of(), splits, output=3)
     with pytest.raises(NotImplementedError, match="GroupedLinear: expected no output or grad_input where the call goes through torch's dispatcher, got one"):
-        with Nothing():
+        with BaseTorchDispatchMode():
             module(rows_of(), splits, output=torch.empty(9, 5))
     y = module(rows_of(), splits, grad_input=torch.empty(9, 6))
     with pytest.raises(NotImplementedError, match='grouped_linear: expected no "grad_input" where the call goes through torch.s dispatcher, got one'):
-        with Nothing():
+        with BaseTorchDispatchMode():
             y.backward(torch.ones(9, 5))
     y = torch.utils.checkpoint.checkpoint(lambda x: module(x, splits, output=torch.empty(9, 5)), rows_of(), use_reentrant=False)
     with pytest.raises(ValueError, match="pipeline: expected no tensor of the caller for an output while backward recomputes a forward"):

@@ -68,7 +68,7 @@ def test_any_size(rows, hidden, name):
     if rows and name != "Linear":  # a norm divides by what may be small, also terms that cancel
         centred = x - x.mean(-1, keepdim=True) if name == "LayerNorm" else x
         gain = (module.weight.abs().max() * torch.rsqrt(centred.square().mean(-1) + 1e-5).max()).item()
-    check_against(module, reference, x.requires_grad_(), gain)
+    check_against(module, reference, x.requires_grad_(), gain=gain)
 
 
 SHAPE = (3, 8)
