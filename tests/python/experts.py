@@ -20,6 +20,25 @@ def by_group(tensors: dict[str, torch.Tensor], name: str, groups: int) -> Sequen
     return [tensors[f"{name}{g}"] for g in range(groups)] if f"{name}0" in tensors else None
 
 
+def gradients_by_group(module: torch.nn.Module, name: str, groups: int) -> Sequence[torch.Tensor] | None:
+    """The gradients of what `by_group` gives."""
+    return by_group({each: param.grad for each, param in module.named_parameters()}, name, groups)
+
+
+def linears_of(module: ops.GroupedLinear) -> list[ops.Linear]:
+    """A Linear for each group, with the parameters of the module."""
+    params = dict(module.named_parameters())
+    weights, biases = (by_group(params, name, module.num_groups) for name in ("weight", "bias"))
+    linears = []
+    for group, weight in enumerate(weights):
+        linear = ops.Linear(module.in_features, module.out_features, bias=biases is not None, dtype=weight.dtype)
+        linear.weight = torch.nn.Parameter(weight.detach().clone())
+        if biases is not None:
+            linear.bias = torch.nn.Parameter(biases[group].detach().clone())
+        linears.append(linear)
+    return linears
+
+
 def product(
     rows: torch.Tensor, splits: Sequence[int], params: dict[str, torch.Tensor], scales: torch.Tensor | None = None, groups: int | None = None
 ) -> torch.Tensor:

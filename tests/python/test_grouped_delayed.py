@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from delayed import settled, states
-from experts import made
+from experts import gradients_by_group, linears_of, made
 from support import assert_equal
 
 import tandem
@@ -30,19 +30,13 @@ def gradients(y):
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
 
 
-def grads_of(module):
-    """The gradients of the weights, by group."""
-    params = dict(module.named_parameters())
-    return params["weight"].grad.unbind(0) if "weight" in params else [params[f"weight{g}"].grad for g in range(GROUPS)]
-
-
 def step(module, x, splits, recipe=RECIPE, call=None):
     module.zero_grad()
     x = x.detach().requires_grad_()
     with tandem.autocast(recipe=recipe):
         y = (module if call is None else call)(x, torch.tensor(splits))
     y.backward(gradients(y))
-    return y.detach(), x.grad, grads_of(module)
+    return y.detach(), x.grad, gradients_by_group(module, "weight", GROUPS)
 
 
 def tables(module):
@@ -51,26 +45,18 @@ def tables(module):
     return [(forward[0][0::2], forward[1][:, 0::2]), (forward[0][1::2], forward[1][:, 1::2]), backward]
 
 
-class Linears:
-    """A Linear for each group, with the parameters of the module."""
-
-    def __init__(self, module):
-        params = dict(module.named_parameters())
-        weights = params["weight"].unbind(0) if "weight" in params else [params[f"weight{g}"] for g in range(GROUPS)]
-        self.each = [ops.BasicLinear(64, 48, dtype=weights[0].dtype) for _ in weights]
-        for linear, weight in zip(self.each, weights, strict=True):
-            linear.weight = torch.nn.Parameter(weight.detach().clone())
-
-    def step(self, x, splits, recipe=RECIPE):
-        x = x.detach().requires_grad_()
-        used = sum(splits)
-        for linear in self.each:
-            linear.zero_grad()
-        with tandem.autocast(recipe=recipe):
-            parts = [linear(rows) for linear, rows in zip(self.each, x[:used].split(splits), strict=True)]
-        y = torch.cat([*parts, torch.zeros(len(x) - used, 48, dtype=x.dtype)])
-        y.backward(gradients(y))
-        return y.detach(), x.grad, [linear.weight.grad for linear in self.each]
+def step_of_linears(linears, x, splits, recipe):
+    """The same by a Linear for each group."""
+    x = x.detach().requires_grad_()
+    used = sum(splits)
+    with tandem.autocast(recipe=recipe):
+        parts = [linear(rows) for linear, rows in zip(linears, x[:used].split(splits), strict=True)]
+    y = torch.cat([*parts, torch.zeros(len(x) - used, 48, dtype=x.dtype)])
+    y.backward(gradients(y))
+    grads = [linear.weight.grad for linear in linears]
+    for linear in linears:
+        linear.zero_grad()
+    return y.detach(), x.grad, grads
 
 
 @pytest.mark.parametrize("fp8_format", [Format.E4M3, Format.HYBRID], ids=["E4M3", "HYBRID"])
@@ -79,48 +65,16 @@ class Linears:
 def test_each_group_is_what_a_linear_of_its_own_is(dtype, packed, fp8_format):
     recipe = DelayedScaling(amax_history_len=4, fp8_format=fp8_format)
     module = made(GROUPS, 64, 48, dtype=dtype, bias=False, single_grouped_weight=packed)
-    linears = Linears(module)
+    linears = linears_of(module)
     for x, splits in zip(batches(), STEPS, strict=True):
-        assert_equal(step(module, x.to(dtype), splits, recipe), linears.step(x.to(dtype), splits, recipe))
+        assert_equal(step(module, x.to(dtype), splits, recipe), step_of_linears(linears, x.to(dtype), splits, recipe))
         forward, backward = states(module)
-        for g, linear in enumerate(linears.each):
+        for g, linear in enumerate(linears):
             own_forward, own_backward = states(linear)
             for name in ("scale", "amax_history"):
                 kept, own = getattr(forward, name), getattr(own_forward, name)
                 assert torch.equal(kept[..., 2 * g : 2 * g + 2], own), (name, g, splits)
                 assert torch.equal(getattr(backward, name)[..., g : g + 1], getattr(own_backward, name)), (name, g, splits)
-
-
-def test_against_float64_products_of_rounded_operands():
-    module = made(GROUPS, 64, 48, bias=False)
-    for x, splits in zip(batches(3), STEPS, strict=False):
-        scales = torch.ones(2 * GROUPS), torch.ones(GROUPS)
-        if "recipe_state" in module._modules:
-            scales = tuple(settled(state)[0] for state in states(module))
-        y, grad_x, grads = step(module, x, splits)
-
-        def rounded(tensor, scale):
-            codes = (tensor.detach() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-            return codes.double() * (1 / scale.double()).float().double()
-
-        grad_y, first = gradients(y), 0
-        for g, count in enumerate(splits):
-            rows = slice(first, first + count)
-            first += count
-            own_x, own_grad = rounded(x[rows], scales[0][2 * g]), rounded(grad_y[rows], scales[1][g])
-            weight = rounded(getattr(module, f"weight{g}"), scales[0][2 * g + 1])
-            for actual, wanted in ((y[rows], own_x @ weight.t()), (grad_x[rows], own_grad @ weight), (grads[g], own_grad.t() @ own_x)):
-                torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=4e-6 * max(1e-3, wanted.abs().amax().item() if wanted.numel() else 0))
-        assert not y[first:].any() and not grad_x[first:].any()
-
-
-def test_groups_without_rows_change_no_scale():
-    module = made(GROUPS, 64, 48)
-    step(module, batches()[0], [10, 0, 5, 25])
-    (x_scale, x_history), (weight_scale, _), (grad_scale, _) = tables(module)
-    assert x_scale[1] == 1 and grad_scale[1] == 1 and not x_history[:, 1].any()
-    torch.testing.assert_close(weight_scale[1], 448 / module.weight1.detach().abs().max())  # quantized all the same
-    assert (x_scale[[0, 2, 3]] != 1).all() and (grad_scale[[0, 2, 3]] != 1).all()
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -164,15 +118,19 @@ def train(box, unit, x, splits, needs_x=True, fused=True, recipe=RECIPE):
     leaf, counts = x.detach().requires_grad_(needs_x), torch.tensor(splits)
     scales = [torch.rand(len(x), generator=torch.Generator().manual_seed(2)).requires_grad_()] if unit.startswith("Scaled") else []
     with tandem.autocast(recipe=recipe):
-        y = box(leaf, counts, *scales, counts) if fused else box[2](box[1](box[0](leaf, counts), *scales), counts)
+        if fused:
+            y = box(leaf, counts, *scales, counts) if len(box) == 3 else box(leaf, counts)
+        else:
+            y = box[2](box[1](box[0](leaf, counts), *scales), counts)
     y.backward(gradients(y))
     found = {"y": y.detach(), "x": leaf.grad, **{name: param.grad for name, param in box.named_parameters()}}
     return found | {f"scales {i}": scale.grad for i, scale in enumerate(scales)}
 
 
 def same_tables(box, other):
-    for at in (0, 2):
-        assert_equal(tables(box[at]), tables(other[at]))
+    for mine, theirs in zip(box, other, strict=True):
+        if isinstance(mine, ops.GroupedLinear):
+            assert_equal(tables(mine), tables(theirs))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -201,31 +159,6 @@ def test_amaxes_of_a_fusion_are_those_of_the_products_that_run(frozen):
     for x, splits in zip(batches(3), STEPS, strict=False):
         assert_equal(train(box, "SwiGLU", x, splits, needs_x), train(other, "SwiGLU", x, splits, needs_x, fused=False))
         same_tables(box, other)
-
-
-def test_a_fusion_whose_gradients_go_elsewhere():
-    plain, x = experts("SwiGLU"), batches()[0]
-    into, later = copy.deepcopy(plain), experts("SwiGLU", delay_wgrad_compute=True)
-    later.load_state_dict(plain.state_dict())
-    for at in (0, 2):
-        into[at].accumulate_into_main_grad = True
-    for param in into.parameters():
-        param.main_grad = torch.zeros_like(param)
-    for splits in STEPS[:3]:
-        expected = train(plain, "SwiGLU", x, splits)
-        for param in into.parameters():
-            param.main_grad.zero_()
-        train(into, "SwiGLU", x, splits)
-        train(later, "SwiGLU", x, splits)
-        for at in (0, 2):
-            later[at].backward_dw()
-            for name in plain[at]._main_grad_names:
-                wanted = expected[f"{at}.{name}"]
-                assert torch.equal(getattr(into[at], name).main_grad, wanted) and torch.equal(getattr(later[at], name).grad, wanted), name
-        same_tables(into, plain)
-        same_tables(later, plain)
-    for box in (into, later):
-        assert "made    grouped_mlp_glu " in box.explain()
 
 
 def test_a_fusion_compiled_checkpointed_and_without_gradients():
@@ -295,31 +228,31 @@ def test_calibrating_keeps_amaxes_and_multiplies_numbers():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_main_grads_and_delayed_gradients(packed):
-    plain = made(GROUPS, 64, 48, single_grouped_weight=packed)
-    into = copy.deepcopy(plain)
-    into.accumulate_into_main_grad = True
-    later = ops.GroupedLinear(GROUPS, 64, 48, single_grouped_weight=packed, delay_wgrad_compute=True)
+@pytest.mark.parametrize("is_mlp", [False, True])
+def test_main_grads_and_delayed_gradients(is_mlp, packed):
+    def box_of(**arguments):
+        return experts("SwiGLU", packed, **arguments) if is_mlp else ops.Sequential(made(GROUPS, 64, 48, single_grouped_weight=packed, **arguments))
+
+    plain, later = box_of(), box_of(delay_wgrad_compute=True)
     later.load_state_dict(plain.state_dict())
-    for name in into._main_grad_names:
-        getattr(into, name).main_grad = torch.zeros_like(getattr(into, name))
+    into, grouped = copy.deepcopy(plain), (0, 2) if is_mlp else (0,)
+    for at in grouped:
+        into[at].accumulate_into_main_grad = True
     for x, splits in zip(batches(3), STEPS, strict=False):
-        expected = step(plain, x, splits)
-        for name in into._main_grad_names:
-            getattr(into, name).main_grad.zero_()
-        for module in (into, later):
-            module.zero_grad()
-            leaf = x.detach().requires_grad_()
-            with tandem.autocast(recipe=RECIPE):
-                y = module(leaf, torch.tensor(splits))
-            y.backward(gradients(y))
-            assert torch.equal(y, expected[0]) and torch.equal(leaf.grad, expected[1])
-        later.backward_dw()
-        for name in plain._main_grad_names:
-            wanted = getattr(plain, name).grad
-            assert torch.equal(getattr(into, name).main_grad, wanted) and torch.equal(getattr(later, name).grad, wanted), name
-        for module in (into, later):
-            assert_equal(tables(module), tables(plain))
+        for param in into.parameters():
+            param.main_grad = torch.zeros_like(param)
+        expected = train(plain, "SwiGLU", x, splits)
+        for box in (into, later):
+            found = train(box, "SwiGLU", x, splits)
+            assert torch.equal(found["y"], expected["y"]) and torch.equal(found["x"], expected["x"])
+        for at in grouped:
+            later[at].backward_dw()
+            for name in plain[at]._main_grad_names:
+                wanted = expected[f"{at}.{name}"]
+                assert torch.equal(getattr(into[at], name).main_grad, wanted) and torch.equal(getattr(later[at], name).grad, wanted), name
+        for box in (into, later):
+            same_tables(box, plain)
+            assert ("made    grouped_mlp_glu " in box.explain()) == is_mlp
 
 
 def test_amaxes_are_kept_whichever_gradients_are_asked_for():
