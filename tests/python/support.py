@@ -4,6 +4,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 
+import tandem
 import tandem.ops as ops
 
 AsksFunctions = torch.overrides.BaseTorchFunctionMode  # a mode without effect, under which calls are dispatched calls
@@ -151,6 +152,16 @@ def check_against(module, reference, *inputs, gain=0.0):
     for actual, expected in zip(grads, torch.autograd.grad(y64, asked64, grad.double()), strict=True):
         assert actual.dtype == y.dtype or actual.dtype in [t.dtype for t in requested]
         close(actual, expected, terms=gain * grad.abs().max().item() if grad.numel() else 0.0)
+
+
+def step(module, x, recipe=None, grad=None, *, call=None, seed=0):
+    """One step under a recipe: the output, and the gradients of x and of the parameters, from that of the output or from its sum of squares."""
+    torch.manual_seed(seed)
+    leaf = x.detach().clone().requires_grad_()
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        y = (call or module)(leaf)
+    params = [param for param in module.parameters() if param.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y.square().sum() if grad is None else y, [leaf, *params], grad)]
 
 
 def llama_mlp(hidden=16, inner=24, **kwargs):

@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from experts import by_group, made
-from support import assert_equal, llama_mlp, randomize
+from experts import by_group, gradients_by_group, linears_of, made
+from support import assert_equal, llama_mlp, randomize, step
 
 import tandem
 from tandem import ops
 from tandem.ops import OperationContext
-from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tandem.recipe import CustomRecipe, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 E4M3 = torch.float8_e4m3fn
@@ -51,13 +51,6 @@ def assert_is_product(actual, a, b):
     """Within the bound of docs/numerics.md: that of a sum in float32, and one rounding to the dtype."""
     exact, sums = a @ b, a.shape[1] * 2**-23 * (a.abs() @ b.abs())
     assert ((actual.double() - exact).abs() <= sums + torch.finfo(actual.dtype).eps / 2 * (exact.abs() + sums)).all()
-
-
-def step(module, x, recipe, grad):
-    leaf = x.clone().requires_grad_()
-    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
-        y = module(leaf)
-    return [y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], grad)]
 
 
 @RECIPES
@@ -148,27 +141,24 @@ SPLITS = [33, 0, 5, 64]
 def test_each_group_is_what_a_linear_of_its_own_is(recipe, override, packed, dtype):
     quantizes, recipe = recipe, recipe(backward_override=override)
     experts = made(4, 64, 48, dtype=dtype, bias=False, single_grouped_weight=packed)
-    weights = by_group(dict(experts.named_parameters()), "weight", 4)
     with torch.no_grad():  # groups of other sizes have other scales
-        for g, weight in enumerate(weights):
+        for g, weight in enumerate(by_group(dict(experts.named_parameters()), "weight", 4)):
             weight.mul_(4.0**g)
     x, grad = torch.randn(sum(SPLITS), 64).to(dtype), torch.randn(sum(SPLITS), 48).to(dtype)
     leaf = x.clone().requires_grad_()
     with tandem.autocast(recipe=recipe):
         y = experts(leaf, torch.tensor(SPLITS))
     y.backward(grad)
-    gradients = experts.weight.grad.unbind(0) if packed else [weight.grad for weight in weights]
-    parts = zip(x.split(SPLITS), grad.split(SPLITS), y.split(SPLITS), leaf.grad.split(SPLITS), weights, gradients, strict=True)
-    for rows, of_y, own, of_x, weight, of_weight in parts:
+    gradients = gradients_by_group(experts, "weight", 4)
+    parts = zip(x.split(SPLITS), grad.split(SPLITS), y.split(SPLITS), leaf.grad.split(SPLITS), linears_of(experts), gradients, strict=True)
+    for rows, of_y, own, of_x, linear, of_weight in parts:
         if not len(rows):
             assert of_weight is None or not of_weight.any()
             continue
-        linear = ops.BasicLinear(64, 48, dtype=dtype)
-        linear.weight = torch.nn.Parameter(weight.detach().clone())
         wanted_y, *wanted = step(linear, rows, recipe, of_y)
         assert torch.equal(own, wanted_y)
         for each in ((of_x, of_weight), wanted):  # numbers: libraries sum in an order that depends on threads and addresses
-            a, b = multiplied(quantizes, override, rows, weight.detach())
+            a, b = multiplied(quantizes, override, rows, linear.weight.detach())
             assert_is_product(each[0], of_y.double(), b)
             assert_is_product(each[1], of_y.double().t(), a)
 
@@ -265,5 +255,3 @@ def test_another_value_at_the_next_call_makes_another_plan():
 def test_refusals():
     with pytest.raises(ValueError, match="Float8CurrentScaling: expected backward_override to be None, \"high_precision\" or \"dequantized\", got 'none'"):
         Float8CurrentScaling(backward_override="none")
-    with pytest.raises(NotImplementedError, match="DelayedScaling: expected backward_override=None, got 'dequantized'"):
-        DelayedScaling(backward_override="dequantized")

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.utils.checkpoint
-from support import assert_equal, llama_mlp, randomize
+from support import assert_equal, llama_mlp, randomize, step
 
 import tandem
 import tandem.ops as ops
@@ -47,8 +47,16 @@ def in_blocks(x, element, along, square, pow2, epsilon=0.0):
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
+def on_grid(block, scale, decode):
+    """The block over its scale, as the nearest numbers of the grid: ties to the even code."""
+    factor = (1 / (scale * decode).double()).float().clamp(max=torch.finfo(torch.float32).max)
+    distance = ((block * factor).double().abs().clamp(max=6).unsqueeze(-1) - GRID).abs()
+    nearest = distance == distance.min(-1, keepdim=True).values
+    return GRID[(nearest * torch.tensor([8, 1, 8, 1, 8, 1, 8, 1])).argmax(-1)].float() * block.sign()
+
+
 def in_fp4(x, along, square):
-    """x on the grid of NVFP4, in float64: nearest numbers, ties to the even code."""
+    """x on the grid of NVFP4, in float64."""
     source = x.detach().float()
     tensor = source.abs().max().double() if source.numel() else torch.tensor(0.0).double()
     encode = (2688 / tensor).float() if tensor != 0 else torch.tensor(1.0)
@@ -57,13 +65,8 @@ def in_fp4(x, along, square):
     for at in blocks_of(x, 16 if square or along == 0 else 1, 16 if square or along == 1 else 1):
         block = source[at]
         scale = (block.abs().max() * per_amax).clamp(max=448).to(torch.float8_e4m3fn).float()
-        factor = (1 / (scale * decode).double()).float().clamp(max=torch.finfo(torch.float32).max)
-        scaled = (block * factor).double().abs().clamp(max=6)
-        distance = (scaled.unsqueeze(-1) - GRID).abs()
-        nearest = distance == distance.min(-1, keepdim=True).values
-        code = (nearest * torch.tensor([8, 1, 8, 1, 8, 1, 8, 1])).argmax(-1)
         factor = scale * tensor.float() * torch.tensor(1 / 2688, dtype=torch.float32)
-        result[at] = (GRID[code].float() * block.sign() * factor).double()
+        result[at] = (on_grid(block, scale, decode) * factor).double()
     return result
 
 
@@ -80,10 +83,7 @@ def in_fp4_by_four_or_six(x, along, square, largest, squares):
         tried = []
         for times in (1.0, 1.5):
             scale = (base * times).clamp(max=448).to(torch.float8_e4m3fn).float()
-            scaled = (block * (1 / (scale * decode).double()).float()).double().abs().clamp(max=6)
-            distance = (scaled.unsqueeze(-1) - GRID).abs()
-            code = ((distance == distance.min(-1, keepdim=True).values) * torch.tensor([8, 1, 8, 1, 8, 1, 8, 1])).argmax(-1)
-            signed = GRID[code].float() * block.sign()
+            signed = on_grid(block, scale, decode)
             error = ((signed * scale * amax).double() / (6 * largest)).float().double() - block.double()
             tried.append(((error.square() if squares else error.abs()).sum().item(), scale, (signed * (scale * amax * undo)).double()))
         six, four = tried
@@ -130,16 +130,6 @@ def test_fused_and_unfused_agree(recipe, dtype):
     assert outcome, str(outcome)
 
 
-def results_of(call, module, recipe, x, grad, seed=0):
-    module.zero_grad()
-    torch.manual_seed(seed)
-    x = x.clone().requires_grad_()
-    with tandem.autocast(recipe=recipe):
-        y = call(x)
-    y.backward(grad)
-    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
-
-
 def checkpointed(module, recipe):
     regions = lambda: (contextlib.nullcontext(), tandem.autocast(recipe=recipe))  # noqa: E731
     return lambda x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False, context_fn=regions)
@@ -150,7 +140,7 @@ def checkpointed(module, recipe):
 def test_compiled_exported_and_checkpointed_calls_give_the_same_bits(recipe, sizes):
     module = randomize(llama_mlp(*sizes))
     x, grad = torch.randn(2, 19, sizes[0]), torch.randn(2, 19, sizes[0])
-    expected = results_of(module, module, recipe, x, grad)
+    expected = step(module, x, recipe, grad)
     torch._dynamo.reset()
     ways = {
         "compiled": torch.compile(module, backend="aot_eager", fullgraph=True),
@@ -158,7 +148,7 @@ def test_compiled_exported_and_checkpointed_calls_give_the_same_bits(recipe, siz
         "checkpoint": checkpointed(module, recipe),
     }
     for way in ways.values():
-        assert_equal(results_of(way, module, recipe, x, grad), expected)
+        assert_equal(step(module, x, recipe, grad, call=way), expected)
     with tandem.autocast(recipe=recipe), torch.no_grad():
         program = torch.export.export(module, (x,))
     assert torch.equal(program.module()(x), expected[0])
@@ -169,7 +159,7 @@ def test_compiled_exported_and_checkpointed_calls_give_the_same_bits(recipe, siz
 def test_seeds_of_gradients_come_from_the_generator_and_stay_with_the_graph():
     module, recipe = randomize(llama_mlp(64, 96)), NVFP4BlockScaling()
     x, grad = torch.randn(40, 64), torch.randn(40, 64)
-    first, again, other = (results_of(module, module, recipe, x, grad, seed) for seed in (1, 1, 2))
+    first, again, other = (step(module, x, recipe, grad, seed=seed) for seed in (1, 1, 2))
     assert_equal(again, first)
     assert torch.equal(first[0], other[0]), "inputs and weights are rounded to nearest"
     assert not any(torch.equal(a, b) for a, b in zip(first[1:], other[1:], strict=True))
@@ -178,15 +168,15 @@ def test_seeds_of_gradients_come_from_the_generator_and_stay_with_the_graph():
         y = module(x)
     twice = [torch.autograd.grad(y, x, grad, retain_graph=True)[0] for _ in range(2)]
     assert torch.equal(*twice)
-    assert_equal(results_of(checkpointed(module, recipe), module, recipe, x.detach(), grad, seed=1), first)
+    assert_equal(step(module, x, recipe, grad, call=checkpointed(module, recipe), seed=1), first)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    assert torch.equal(results_of(compiled, module, recipe, x.detach(), grad, seed=1)[0], first[0])
+    assert torch.equal(step(module, x, recipe, grad, call=compiled, seed=1)[0], first[0])
 
 
 def test_gradients_rounded_by_chance_are_right_on_average():
     linear, recipe = randomize(ops.Linear(32, 32)), NVFP4BlockScaling(disable_rht=True)
     x, grad = torch.randn(16, 32), torch.randn(16, 32)
-    each = [results_of(linear, linear, recipe, x, grad, seed)[1] for seed in range(200)]
+    each = [step(linear, x, recipe, grad, seed=seed)[1] for seed in range(200)]
     weight = tandem.quantize(linear.weight.detach(), tandem.NVFP4Quantizer(with_2d_quantization=True)).dequantize()
     exact = grad @ weight
     one, mean = [(result - exact).norm() for result in (each[0], sum(each) / len(each))]
@@ -198,7 +188,7 @@ def test_the_rotation_leaves_gradients_of_weights_near():
     linear = randomize(ops.Linear(32, 32))
     wanted = grad.t() @ x
     for recipe in (PLAIN_FP4, NVFP4BlockScaling(disable_stochastic_rounding=True)):
-        got = results_of(linear, linear, recipe, x, grad)[2]
+        got = step(linear, x, recipe, grad)[2]
         assert (got - wanted).norm() < 0.2 * wanted.norm(), recipe
 
 

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from support import assert_equal, llama_mlp, randomize
+from support import assert_equal, llama_mlp, randomize, step
 
 import tandem
 from tandem import ops
@@ -42,15 +42,6 @@ BUILT_IN = [
     (as_blocks, Float8BlockScaling()),
     (as_nvfp4, NVFP4BlockScaling()),
 ]
-
-
-def step(module, x, recipe):
-    leaf = x.clone().requires_grad_()
-    torch.manual_seed(1)
-    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
-        y = module(leaf)
-    params = [param for param in module.parameters() if param.requires_grad]
-    return [y, *torch.autograd.grad(y.square().sum(), [leaf, *params])]
 
 
 @pytest.mark.parametrize(("qfactory", "recipe"), BUILT_IN)
@@ -240,8 +231,6 @@ def test_what_the_function_raises_reaches_the_caller():
 def test_errors_of_the_recipe():
     with pytest.raises(ValueError, match="CustomRecipe: expected qfactory to be a function of a QuantizerRole, got 3"):
         CustomRecipe(3)
-    with pytest.raises(ValueError, match='CustomRecipe: expected backward_override to be None, "high_precision" or "dequantized", got \'half\''):
-        CustomRecipe(as_mxfp8, backward_override="half")
     with pytest.raises(NotImplementedError, match="CustomRecipe: expected fp8_dpa=False, got True"):
         CustomRecipe(as_mxfp8, fp8_dpa=True)
     other = CustomRecipe(as_mxfp8).to_json().replace("python-", "of-another-process-")

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support import assert_equal, llama_mlp, randomize
+from support import assert_equal, llama_mlp, randomize, step
 
 import tandem
 import tandem.ops as ops
@@ -84,16 +84,6 @@ def sources(huge):
     yield "mixed", plain * torch.logspace(-30, 30, 150)
 
 
-def run(module, recipe, x, grad):
-    module.zero_grad()
-    x = x.clone().requires_grad_()
-    torch.manual_seed(3)
-    with tandem.autocast(recipe=recipe):
-        y = module(x)
-    y.backward(grad)
-    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
-
-
 @EVERY
 def test_finite_numbers_give_no_nan(recipe):
     linear, grad = randomize(ops.Linear(150, 24, bias=False)), torch.randn(40, 24)
@@ -101,7 +91,7 @@ def test_finite_numbers_give_no_nan(recipe):
         linear.weight.mul_(1e-3)
     # Behind 7e35 the numbers of NVFP4 overflow, as specified; a rotation makes columns four times larger.
     for name, x in sources(1e35 if isinstance(recipe, NVFP4BlockScaling) else 3e38):
-        y, grad_x, grad_weight = run(linear, recipe, x, grad)
+        y, grad_x, grad_weight = step(linear, x, recipe, grad)
         for result in (y, grad_x):
             assert not result.isnan().any(), name
         assert name in ("huge", "mixed") or not grad_weight.isnan().any(), name
@@ -114,8 +104,8 @@ def test_finite_numbers_give_no_nan(recipe):
 def test_a_special_number_stays_where_it_is(recipe, special):
     """A NaN reaches the row and the column of its products. An infinity saturates, stays one, or under NVFP4, as specified, leaves no finite number."""
     linear, x, grad = randomize(ops.Linear(64, 24, bias=False)), torch.randn(33, 64), torch.randn(33, 24)
-    wanted, x[2, 5] = run(copy.deepcopy(linear), recipe, x, grad), special
-    y, grad_x, grad_weight = run(linear, recipe, x, grad)
+    wanted, x[2, 5] = step(copy.deepcopy(linear), x, recipe, grad), special
+    y, grad_x, grad_weight = step(linear, x, recipe, grad)
     others = torch.arange(33) != 2
     assert torch.equal(grad_x, wanted[1]), "gradients of x do not depend on x"
     is_per_tensor = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
@@ -141,7 +131,7 @@ def test_runs_and_numbers_of_threads_give_the_same_bits(recipe):
             torch.set_num_threads(threads)
             fresh = llama_mlp(150, 100)
             fresh.load_state_dict(module.state_dict())
-            runs.append(run(fresh, recipe, x, grad))
+            runs.append(step(fresh, x, recipe, grad))
     finally:
         torch.set_num_threads(before)
     for other in runs[1:]:
