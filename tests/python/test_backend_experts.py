@@ -60,24 +60,26 @@ def x():
     return torch.randn(3, 11, HIDDEN)
 
 
-@pytest.mark.parametrize("idle", [(), (0, 2), (1, 3)], ids=["none", "some", "others"])
-def test_experts_become_one_pipeline(x, idle):
-    """With experts that have no rows too; `require` and `explain` count products of groups."""
-    model = Experts(idle=idle)
-    own = compiled(model, verify=True, require=1.0)
-    check_equal(model, own, x)
-    assert ALL in tandem.explain(own)
-    assert "3 of 3 products in 2 pipelines" in tandem.explain(own)
-    assert "    grouped product " in tandem.explain(own)
+WAYS = {
+    "as transformers writes them": Experts,
+    "two of them without rows": lambda: Experts(idle=(0, 2)),
+    "others without rows": lambda: Experts(idle=(1, 3)),
+    "weights as they lie": lambda: Experts(turn=lambda w: w),
+    "weights by mT": lambda: Experts(turn=lambda w: w.mT),
+    "weights by dimensions from the front": lambda: Experts(turn=lambda w: w.transpose(1, 2)),
+    "weights by a function": lambda: Experts(turn=lambda w: torch.transpose(w, 2, -2)),
+    "an adapter": Adapted,
+}
 
 
-@pytest.mark.parametrize("turn", [lambda w: w, lambda w: w.mT, lambda w: w.transpose(1, 2), lambda w: torch.transpose(w, 2, -2)])
-def test_layouts_of_weights(x, turn):
-    model = Experts(turn=turn)
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_become_one_pipeline(x, way):
+    """`require` and `explain` count products of groups."""
+    model = WAYS[way]()
     own = compiled(model, verify=True, require=1.0)
     check_equal(model, own, x)
-    assert ALL in tandem.explain(own)
-    assert "3 of 3 products" in tandem.explain(own)
+    told = tandem.explain(own)
+    assert ALL in told and "3 of 3 products in 2 pipelines" in told and "    grouped product " in told
 
 
 @pytest.mark.parametrize(
@@ -154,13 +156,6 @@ def test_recipes(x, low):
     result.sum().backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in own.parameters())
     assert 1e-3 < (result - expected).norm() / expected.norm() < 0.5
-
-
-def test_adapters(x):
-    model = Adapted()
-    own = compiled(model, verify=True)
-    check_equal(model, own, x)
-    assert ALL in tandem.explain(own)
 
 
 def test_a_bias_for_each_row(x):
