@@ -3,6 +3,8 @@
 import pytest
 import torch
 from python_ops import WholeSin
+from support import OPS, gated, tanh_gelu
+from test_fusions_python import numbers
 
 import tandem
 import tandem.ops as ops
@@ -20,20 +22,15 @@ def box_of(factor=2.0):
     return ops.Sequential(ops.Linear(4, 4), ops.ReLU(), ops.ConstantScale(factor))
 
 
-def results(box, x):
-    y = box(x)
-    return [y, *torch.autograd.grad(y.pow(2).sum(), [x, *box.parameters()])]
-
-
 PATTERN = [ops.ReLU, ops.ConstantScale]
 
 
 def test_a_fusion_of_forward():
     box, x = box_of(), torch.randn(3, 4, requires_grad=True)
-    expected = results(box, x)
+    expected = numbers(box, x)
     with ops.register_fusion("relu_scale", PATTERN, forward=relu_scale, refuse=negative) as handle:
         assert isinstance(handle, ops.FusionHandle)
-        torch.testing.assert_close(results(box, x), expected)
+        torch.testing.assert_close(numbers(box, x), expected)
         assert "made    relu_scale at ops 2 to 3" in box.explain() and "relu_scale" in box.fusions_made()
         assert box.verify(x)
         torch._dynamo.reset()
@@ -61,9 +58,9 @@ def test_a_fusion_of_backward():
         return grad_y * scale.scale * (saved[relu]["x"] > 0)
 
     box, x = box_of(), torch.randn(3, 4, requires_grad=True)
-    expected = results(box, x)
+    expected = numbers(box, x)
     with ops.register_fusion("relu_scale_backward", PATTERN, backward=backward):
-        torch.testing.assert_close(results(box, x), expected)
+        torch.testing.assert_close(numbers(box, x), expected)
         assert seen == [["x"]] and "made    relu_scale_backward at ops 2 to 3" in box.explain()
 
 
@@ -78,9 +75,9 @@ def test_a_fusion_of_both_directions_keeps_what_it_likes():
         return grad_z @ linear.weight, {linear: {"weight": grad_z.t() @ x}, bias: {"bias": grad_z.sum(0)}}
 
     box, x = box_of(), torch.randn(3, 4, requires_grad=True)
-    expected = results(box, x)
+    expected = numbers(box, x)
     with ops.register_fusion("linear_relu", [ops.BasicLinear, ops.Bias, (ops.ReLU, ops.GELU)], forward=forward, backward=backward):
-        torch.testing.assert_close(results(box, x), expected)
+        torch.testing.assert_close(numbers(box, x), expected)
         assert "made    linear_relu at ops 0 to 2" in box.explain()
 
 
@@ -103,23 +100,10 @@ def test_extra_inputs_and_ops_written_in_python():
         assert "add_sin" in box.fusions_made()
 
 
-def gelu_twice(x):
-    return 2 * torch.nn.functional.gelu(x, approximate="tanh")
-
-
-def swiglu(x):
-    a, b = x.chunk(2, -1)
-    return torch.nn.functional.silu(a) * b
-
-
-def rms_norm(x, weight):
-    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, 1e-5)
-
-
 FORMULAS = [
-    (lambda: [ops.SwiGLU()], [ops.SwiGLU], swiglu),
-    (lambda: [ops.GELU(), ops.ConstantScale(2.0)], [ops.GELU, ops.ConstantScale], gelu_twice),
-    (lambda: [ops.RMSNorm(32)], [ops.RMSNorm], rms_norm),
+    (lambda: [ops.SwiGLU()], [ops.SwiGLU], gated(torch.nn.functional.silu)),
+    (lambda: [ops.GELU(), ops.ConstantScale(2.0)], [ops.GELU, ops.ConstantScale], lambda x: 2 * tanh_gelu(x)),
+    (lambda: [ops.RMSNorm(32)], [ops.RMSNorm], OPS["RMSNorm"][1]),
 ]
 
 

@@ -5,7 +5,7 @@ import torch
 from python_ops import SplitScale, WholeSin
 from support import fork, join
 from test_fusions_delegating import Backward, Both, Forward
-from test_fusions_python import BACKWARD, FORWARD, JOINT, grads_of, replacing
+from test_fusions_python import BACKWARD, FORWARD, JOINT, numbers, replacing
 
 import tandem.ops as ops
 
@@ -38,13 +38,6 @@ class JointResidual(ForwardResidual, BackwardResidual):
 
 
 RESIDUAL = [ops.MakeExtraOutput, ops.GELU, ops.AddExtraInput]
-
-
-def numbers(box, x):
-    outputs = box(x)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    loss = sum((index + 1) * y.pow(2).sum() for index, y in enumerate(outputs))
-    return [*outputs, *torch.autograd.grad(loss, [x, *box.parameters()])]
 
 
 @pytest.mark.parametrize("public", [False, True])
@@ -131,23 +124,23 @@ def python_box():
 @pytest.mark.parametrize(("register", "fused"), [(FORWARD, ForwardScaleSin), (BACKWARD, BackwardScaleSin)])
 def test_fusions_of_one_direction_cover_ops_written_in_python(register, fused):
     box, x = python_box(), torch.randn(3, 4, requires_grad=True)
-    expected = grads_of(box, x)
+    expected = numbers(box, x)
     fused.calls = 0
     with register(replacing(SCALE_SIN, fused)):
-        torch.testing.assert_close(grads_of(box, x), expected)
+        torch.testing.assert_close(numbers(box, x), expected)
         assert fused.calls == 1
         assert f"made    fuse_into_{fused.__name__} at ops 1 to 2" in box.explain()
         assert box.verify(x)
         torch._dynamo.reset()
         compiled = torch.compile(box, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(torch.autograd.grad(compiled(x).pow(2).sum(), [x, *box.parameters()]), expected)
+        torch.testing.assert_close(numbers(compiled, x), expected)
 
 
 def test_both_directions_by_fusions_of_their_own():
     box, x = python_box(), torch.randn(3, 4, requires_grad=True)
-    expected = grads_of(box, x)
+    expected = numbers(box, x)
     with FORWARD(replacing(SCALE_SIN, ForwardScaleSin)), BACKWARD(replacing(SCALE_SIN, BackwardScaleSin)):
-        torch.testing.assert_close(grads_of(box, x), expected)
+        torch.testing.assert_close(numbers(box, x), expected)
         assert {"fuse_into_ForwardScaleSin", "fuse_into_BackwardScaleSin"} <= set(box.fusions_made())
 
 
@@ -168,7 +161,7 @@ def test_what_a_fused_forward_saves_for_an_op_in_python_is_checked():
         with FORWARD(replacing(SCALE_SIN, fused)):
             box, x = python_box(), torch.randn(3, 4, requires_grad=True)
             with pytest.raises(RuntimeError) as error:
-                grads_of(box, x)
+                numbers(box, x)
         return str(error.value)
 
     text = first_to_run(Forgets)
@@ -179,7 +172,7 @@ def test_what_a_fused_forward_saves_for_an_op_in_python_is_checked():
 
     with FORWARD(replacing([ops.Bias], ForwardScaleSin)):  # while fusions are registered, it is noted what an op's own forward saves
         box, x = python_box(), torch.randn(3, 4, requires_grad=True)
-        grads_of(box, x)
+        numbers(box, x)
         with FORWARD(replacing(SCALE_SIN, Forgets)), pytest.raises(ValueError) as error:
             box(x)
         assert (
@@ -199,6 +192,6 @@ def test_a_fused_backward_that_reads_what_is_not_there_says_so():
     with BACKWARD(replacing(SCALE_SIN, ReadsTooMuch)):
         box, x = python_box(), torch.randn(3, 4, requires_grad=True)
         with pytest.raises(RuntimeError) as error:
-            grads_of(box, x)
+            numbers(box, x)
     assert "fuse_into_ReadsTooMuch: expected contexts with what the backward of ReadsTooMuch reads, got tensors (2) and fields (factor)" in str(error.value)
     assert "saved_tensor: expected one of [], got 'y'" in str(error.value)
