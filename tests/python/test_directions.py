@@ -17,6 +17,9 @@ WITH_EXTRAS = {
     "ScaledSwiGLU": (lambda: ops.ScaledSwiGLU(), lambda x: [torch.randn(x.shape[:-1])]),
     "ScaledSReLU": (lambda: ops.ScaledSReLU(), lambda x: [torch.randn(x.shape[:-1])]),
     "GroupedLinear": (lambda: ops.GroupedLinear(2, 8, 6), lambda x: [torch.tensor([3, 2])]),
+    "LinearCrossEntropy": (lambda: ops.LinearCrossEntropy(8, 5), lambda x: [torch.arange(5)]),
+    "LinearCrossEntropy, a sum": (lambda: ops.LinearCrossEntropy(8, 5, reduction="sum"), lambda x: [torch.arange(5)]),
+    "LinearCrossEntropy by rows": (lambda: ops.LinearCrossEntropy(8, 5, reduction="none"), lambda x: [torch.arange(5)]),
 }
 
 
@@ -61,7 +64,7 @@ def test_extra_inputs_and_outputs_go_through_the_fuser_methods(name):
     op.fuser_forward_save_ctx([other], x, saved)
     assert other.saved_names == ctx.saved_names and other.dtype == ctx.dtype
     for method, arguments in (("op_forward", (ctx, x)), ("op_backward", (ctx, y)), ("op_forward_compute", (x,))):
-        with pytest.raises(RuntimeError, match=rf"{name}: expected an op without extra tensor .*It should override `fuser_\w+` instead of `op_\w+`"):
+        with pytest.raises(RuntimeError, match=rf"{type(op).__name__}: expected an op without extra tensor .*It should override `fuser_\w+` instead of `op_\w+`"):
             getattr(op, method)(*arguments)
 
 
