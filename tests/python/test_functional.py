@@ -29,45 +29,35 @@ FUNCTIONS = {
 }
 
 
-def fields(module, names):
-    return {name: value for name in names if (value := getattr(module, name)) is not None}
-
-
-def linear(**options):
-    module = tandem.Linear(32, 48, **options)
-    return module, functional.LinearArgs, fields(module, ("weight", "bias"))
-
-
-def layernorm_linear(**options):
-    module = tandem.LayerNormLinear(32, 48, **options)
-    return module, functional.LayerNormLinearArgs, fields(module, ("layer_norm_weight", "layer_norm_bias", "weight", "bias"))
-
-
-def layernorm_mlp(**options):
-    module = tandem.LayerNormMLP(32, 64, **options)
-    return module, functional.LayerNormMLPArgs, fields(module, [name for name, _ in module.named_parameters()])
-
-
-CASES = {
-    "linear": ("linear", linear, {}),
-    "linear without bias": ("linear", linear, {"bias": False}),
-    "layernorm_linear": ("layernorm_linear", layernorm_linear, {}),
-    "layernorm_linear rms": ("layernorm_linear", layernorm_linear, {"normalization": "RMSNorm", "eps": 0.1, "zero_centered_gamma": True}),
-    "layernorm_linear output": ("layernorm_linear", layernorm_linear, {"return_layernorm_output": True}),
-    "layernorm_mlp": ("layernorm_mlp", layernorm_mlp, {}),
-    "layernorm_mlp swiglu": ("layernorm_mlp", layernorm_mlp, {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}),
-    "layernorm_mlp clamped": ("layernorm_mlp", layernorm_mlp, {"activation": "clamped_swiglu", "activation_params": {"limit": 5.0}}),
-    "layernorm_mlp checkpoint": ("layernorm_mlp", layernorm_mlp, {"checkpoint": True}),
+MADE = {
+    "linear": (lambda **options: tandem.Linear(32, 48, **options), functional.LinearArgs),
+    "layernorm_linear": (lambda **options: tandem.LayerNormLinear(32, 48, **options), functional.LayerNormLinearArgs),
+    "layernorm_mlp": (lambda **options: tandem.LayerNormMLP(32, 64, **options), functional.LayerNormMLPArgs),
 }
+CASES = {
+    "linear": ("linear", {}),
+    "linear without bias": ("linear", {"bias": False}),
+    "layernorm_linear": ("layernorm_linear", {}),
+    "layernorm_linear rms": ("layernorm_linear", {"normalization": "RMSNorm", "eps": 0.1, "zero_centered_gamma": True}),
+    "layernorm_linear output": ("layernorm_linear", {"return_layernorm_output": True}),
+    "layernorm_mlp": ("layernorm_mlp", {}),
+    "layernorm_mlp swiglu": ("layernorm_mlp", {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}),
+    "layernorm_mlp clamped": ("layernorm_mlp", {"activation": "clamped_swiglu", "activation_params": {"limit": 5.0}}),
+    "layernorm_mlp checkpoint": ("layernorm_mlp", {"checkpoint": True}),
+}
+
+
+def tensors_of(module):
+    """The parameters, by their names, as fields of arguments."""
+    return {name: param.detach() for name, param in module.named_parameters()}
 
 
 @pytest.fixture(params=CASES)
 def case(request):
-    kind, make, options = CASES[request.param]
-    module, args, tensors = make(**options)
-    detached = {name: value.detach() for name, value in tensors.items()}
-    more = {name: value for name, value in options.items() if name != "bias"}
-    return kind, module, lambda x, **others: args(inp=x, **detached, **more, **others)
+    kind, options = CASES[request.param]
+    make, args = MADE[kind]
+    module, more = make(**options), {name: value for name, value in options.items() if name != "bias"}
+    return kind, module, lambda x, **others: args(inp=x, **tensors_of(module), **more, **others)
 
 
 def run(kind, args, *grads, **options):
@@ -169,16 +159,17 @@ def test_activations_of_modules_are_gone_after_backward(case, retain):
 
 @pytest.mark.parametrize("absent", ["fc1_bias", "fc2_bias"])
 def test_one_product_without_bias(absent):
-    module, args, tensors = layernorm_mlp()
+    module = tandem.LayerNormMLP(32, 64)
     torch.nn.init.normal_(module.get_parameter("fc1_bias" if absent == "fc2_bias" else "fc2_bias"))
-    results, _, gradients = run("layernorm_mlp", args(inp=torch.ones(4, 32), **{name: each.detach() for name, each in tensors.items() if name != absent}), torch.ones(4, 32))
+    args = functional.LayerNormMLPArgs(inp=torch.ones(4, 32), **{**tensors_of(module), absent: None})
+    results, _, gradients = run("layernorm_mlp", args, torch.ones(4, 32))
     assert torch.equal(results.y, module(torch.ones(4, 32))) and absent not in gradients and len(gradients) == 6
 
 
 def test_groups():
     module = tandem.GroupedLinear(3, 32, 16)
     x, splits = torch.randn(40, 32, requires_grad=True), [10, 0, 30]
-    for recipe in (None, tandem.recipe.MXFP8BlockScaling()):
+    for recipe in (None, MXFP8):
         with tandem.autocast(enabled=recipe is not None, recipe=recipe):
             y = module(x, splits)
         expected = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
@@ -191,7 +182,7 @@ def test_groups():
 
 def test_workspaces_of_groups_are_individual_tensors():
     weights = [torch.randn(16, 32) for _ in range(3)]
-    args = dict(inp=torch.randn(40, 32), m_splits=[10, 0, 30], weights=weights, recipe=tandem.recipe.MXFP8BlockScaling())
+    args = dict(inp=torch.randn(40, 32), m_splits=[10, 0, 30], weights=weights, recipe=MXFP8)
     first = functional.grouped_linear_forward(functional.GroupedLinearArgs(**args, weight_workspaces=()))
     assert all(isinstance(tensor, torch.Tensor) for tensor in first.weight_workspaces) and len(first.weight_workspaces) % 3 == 0
     again = functional.grouped_linear_forward(functional.GroupedLinearArgs(**args, weight_workspaces=first.weight_workspaces))
@@ -215,16 +206,15 @@ def test_what_is_asked_for_and_where_it_goes():
 
 
 def test_workspaces_are_passed_in_and_returned():
-    recipe = tandem.recipe.MXFP8BlockScaling()
     x, weight = torch.randn(16, 32), torch.randn(48, 32)
-    plain, _, expected = run("linear", functional.LinearArgs(inp=x, weight=weight, recipe=recipe), torch.ones(16, 48))
-    first, _, gradients = run("linear", functional.LinearArgs(inp=x, weight=weight, recipe=recipe, weight_workspaces=()), torch.ones(16, 48))
+    plain, _, expected = run("linear", functional.LinearArgs(inp=x, weight=weight, recipe=MXFP8), torch.ones(16, 48))
+    first, _, gradients = run("linear", functional.LinearArgs(inp=x, weight=weight, recipe=MXFP8, weight_workspaces=()), torch.ones(16, 48))
     assert first.weight_workspaces and torch.equal(first.y, plain.y) and torch.equal(gradients["inp"], expected["inp"])
-    args = functional.LinearArgs(inp=x, weight=weight, recipe=recipe, weight_workspaces=first.weight_workspaces)
+    args = functional.LinearArgs(inp=x, weight=weight, recipe=MXFP8, weight_workspaces=first.weight_workspaces)
     again = functional.linear_forward(args)
     assert [t.data_ptr() for t in again.weight_workspaces] == [t.data_ptr() for t in first.weight_workspaces]
     weight.mul_(2)  # never stale
-    assert torch.equal(functional.linear_forward(args).y, functional.linear_forward(functional.LinearArgs(inp=x, weight=weight, recipe=recipe)).y)
+    assert torch.equal(functional.linear_forward(args).y, functional.linear_forward(functional.LinearArgs(inp=x, weight=weight, recipe=MXFP8)).y)
 
 
 def test_a_recipe_with_a_state_has_it_passed_in():
