@@ -84,13 +84,15 @@ def test_a_thread_outside_any_region_is_not_in_that_of_another(path, box, x, num
 
     holder = threading.Thread(target=hold)
     holder.start()
-    entered.wait()
-    assert torch.equal(function(x), numbers.plain)
-    with tandem.autocast(recipe=OTHER):
-        assert torch.equal(function(x), numbers.other)
-        assert torch.equal(on_a_thread(lambda: function(x)), numbers.plain)
-    done.set()
-    holder.join()
+    try:
+        entered.wait()
+        assert torch.equal(function(x), numbers.plain)
+        with tandem.autocast(recipe=OTHER):
+            assert torch.equal(function(x), numbers.other)
+            assert torch.equal(on_a_thread(lambda: function(x)), numbers.plain)
+    finally:
+        done.set()
+        holder.join()
     assert torch.equal(function(x), numbers.plain)
 
 
