@@ -1,5 +1,10 @@
 """References and comparisons for the tests of the Python package."""
 
+import contextlib
+import io
+import re
+
+import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
@@ -128,6 +133,42 @@ def close(actual, expected, dtype=None, terms=0.0):
 def assert_equal(actual, expected):
     """Asserts that tensors, or lists and dicts of them, hold the same numbers."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def each_raises(cases):
+    """The test of cases `(make, error, text)`: that `make()` raises an error of that type, whose text holds that text."""
+
+    @pytest.mark.parametrize(("make", "error", "text"), cases)
+    def test(make, error, text):
+        with pytest.raises(error, match=re.escape(text)):
+            make()
+
+    return test
+
+
+def saved_and_loaded(value):
+    """What `torch.load` reads of what `torch.save` has written."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def results_of(call, x, grad=None, recipe=None, module=None, seed=None):
+    """y of `call(x)` and the gradients of x and of the parameters of `module`, which is `call` itself where none is given.
+
+    Args:
+        grad: the gradient of y; that of the sum of y's squares where none is given.
+        recipe: that of the region around the call.
+        seed: of torch's generator, from right before the call on.
+    """
+    leaf = x.detach().clone().requires_grad_()
+    params = [param for param in (call if module is None else module).parameters() if param.requires_grad]
+    if seed is not None:
+        torch.manual_seed(seed)
+    with contextlib.nullcontext() if recipe is None else tandem.autocast(recipe=recipe):
+        y = call(leaf)
+    return [y.detach(), *torch.autograd.grad(y.square().sum() if grad is None else y, [leaf, *params], grad)]
 
 
 def double_leaves(tensors):

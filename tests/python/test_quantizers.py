@@ -1,25 +1,24 @@
 """tandem.quantize: each quantizer's codes and numbers in both directions, and refusals."""
 
 import copy
-import io
 import itertools
 import pickle
 import re
 
 import pytest
 import torch
-from test_block_recipes import in_blocks, in_fp4, in_fp4_by_four_or_six
-from test_mxfp8 import E4M3, E5M2, rounded
+from emulation import E4M3, E5M2, in_blocks_of_128, in_mxfp8, in_nvfp4, in_nvfp4_by_four_or_six
+from support import each_raises, saved_and_loaded
 
 import tandem
 from tandem.quantized.parts import PARTS, has_rows_of_x, places_of_rows, sizes_of_parts
 from tandem.quantized.quantizer import quantizer_of_text
 from tandem.quantized.traits import traits_of
 
-DTYPES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+EACH_DTYPE = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
 
 
-@pytest.mark.parametrize("fp8_dtype", DTYPES, ids=str)
+@EACH_DTYPE
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("shape", [(33, 70), (64, 64), (1, 5)])
 def test_blocks_of_rows_and_columns(fp8_dtype, square, shape):
@@ -27,8 +26,7 @@ def test_blocks_of_rows_and_columns(fp8_dtype, square, shape):
     codes = tandem.quantize(x, tandem.MXFP8Quantizer(fp8_dtype, with_2d_quantization=square))
     assert codes.rowwise_data.shape == codes.columnwise_data.shape == x.shape
     for columnwise in (False, True):
-        expected = rounded(x, DTYPES[fp8_dtype], 0 if columnwise else 1, square)
-        assert torch.equal(codes.dequantize(columnwise=columnwise).double(), expected)
+        assert torch.equal(codes.dequantize(columnwise=columnwise).double(), in_mxfp8(x, fp8_dtype, columnwise, square))
     assert torch.equal(codes.rowwise_data, codes.columnwise_data) or not square
 
 
@@ -36,9 +34,9 @@ def test_blocks_of_rows_and_columns(fp8_dtype, square, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_vectors_and_scalars_have_numbers_in_every_dtype(shape, dtype):
     for quantizer in (
-        tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
-        tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True),
-        tandem.MXFP8Quantizer(torch.float8_e4m3fn),
+        tandem.Float8CurrentScalingQuantizer(E4M3),
+        tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+        tandem.MXFP8Quantizer(E4M3),
         tandem.NVFP4Quantizer(),
     ):
         for codes in (tandem.quantize(torch.randn(shape), quantizer), tandem.quantize(torch.randn(shape).double(), quantizer)):
@@ -48,7 +46,7 @@ def test_vectors_and_scalars_have_numbers_in_every_dtype(shape, dtype):
                 assert torch.equal(numbers, codes.dequantize(dtype=torch.float32, columnwise=columnwise).to(dtype))
 
 
-@pytest.mark.parametrize("fp8_dtype", DTYPES, ids=str)
+@EACH_DTYPE
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("pow2", [False, True])
 @pytest.mark.parametrize("shape", [(33, 70), (130, 257), (1, 5)])
@@ -62,8 +60,7 @@ def test_blocks_of_128(fp8_dtype, dim, pow2, shape):
     assert list(codes.rowwise_scale_inv.shape) == ([blocks[1], up[0]] if dim == 1 else [blocks[0], up[2]])
     assert dim == 1 or codes.columnwise_data is codes.rowwise_data
     for columnwise in (False, True):
-        expected = in_blocks(x, DTYPES[fp8_dtype], 0 if columnwise else 1, dim == 2, pow2)
-        assert torch.equal(codes.dequantize(columnwise=columnwise).double(), expected)
+        assert torch.equal(codes.dequantize(columnwise=columnwise).double(), in_blocks_of_128(x, fp8_dtype, columnwise, dim == 2, pow2))
     assert list(codes.columnwise_scale_inv.shape) == ([blocks[0], up[1]] if dim == 1 else [blocks[0], up[2]])
 
 
@@ -77,7 +74,7 @@ def test_four_bits(square, shape):
     assert list(codes.rowwise_data.shape) == [rows, padded[1] // 2] and list(codes.columnwise_data.shape) == [padded[0] // 2, cols]
     assert codes.amax_rowwise.item() == codes.amax_columnwise.item() == x.abs().max().item()
     for columnwise in (False, True):
-        assert torch.equal(codes.dequantize(columnwise=columnwise).double(), in_fp4(x, 0 if columnwise else 1, square))
+        assert torch.equal(codes.dequantize(columnwise=columnwise).double(), in_nvfp4(x, columnwise, square))
     assert not square or torch.equal(codes.dequantize(), codes.dequantize(columnwise=True))
 
 
@@ -90,7 +87,7 @@ def test_four_over_six(square, metric, largest, shape):
     quantizer = tandem.NVFP4Quantizer(with_2d_quantization=square, nvfp4_use_4over6=True, nvfp4_e4m3_max=largest, nvfp4_4over6_err_mode=metric)
     codes = tandem.quantize(x, quantizer)
     for columnwise in (False, True):
-        wanted, scales = in_fp4_by_four_or_six(x, 0 if columnwise else 1, square, largest, metric == "MSE")
+        wanted = in_nvfp4_by_four_or_six(x, columnwise, square, largest, metric == "MSE")
         assert torch.equal(codes.dequantize(columnwise=columnwise).double(), wanted)
     assert not square or torch.equal(codes.dequantize(), codes.dequantize(columnwise=True))
     plain, power = tandem.quantize(x, tandem.NVFP4Quantizer(with_2d_quantization=square)), 1 if metric == "MAE" else 2
@@ -115,10 +112,7 @@ def test_four_over_six_lasts():
     x = torch.randn(20, 48)
     quantizer = tandem.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256)
     codes = tandem.quantize(x, quantizer)
-    saved = io.BytesIO()
-    torch.save(codes, saved)
-    saved.seek(0)
-    for other in (torch.load(saved, weights_only=True), pickle.loads(pickle.dumps(codes)), copy.deepcopy(codes), codes.clone(), codes.detach()):
+    for other in (saved_and_loaded(codes), pickle.loads(pickle.dumps(codes)), copy.deepcopy(codes), codes.clone(), codes.detach()):
         assert torch.equal(other.dequantize(), codes.dequantize()) and other.quantizer.text == "nvfp4_256:4over6=mae"
     assert torch.equal(codes[3:9].dequantize(), codes.dequantize()[3:9])
     rotated = tandem.quantize(x, tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256))
@@ -149,10 +143,10 @@ def test_rounding_by_chance_draws_from_the_generator():
     torch.testing.assert_close(mean, x, rtol=0, atol=0.15)
 
 
-@pytest.mark.parametrize("fp8_dtype", DTYPES, ids=str)
+@EACH_DTYPE
 def test_one_scale_serves_both_directions(fp8_dtype):
     x = torch.randn(5, 7, dtype=torch.bfloat16)
-    largest = DTYPES[fp8_dtype][1]
+    largest = torch.finfo(fp8_dtype).max
     codes = tandem.quantize(x, tandem.Float8CurrentScalingQuantizer(fp8_dtype))
     assert codes.columnwise_data is codes.rowwise_data and codes.dtype == torch.bfloat16
     scale = torch.tensor(largest) / x.float().abs().max()
@@ -164,18 +158,18 @@ def test_one_scale_serves_both_directions(fp8_dtype):
 
 def test_a_given_scale_is_used_and_the_amax_noted():
     scale, amax = torch.tensor([4.0]), torch.zeros(1)
-    quantizer = tandem.Float8Quantizer(scale, amax, torch.float8_e4m3fn, columnwise=False)
+    quantizer = tandem.Float8Quantizer(scale, amax, E4M3, columnwise=False)
     x = torch.randn(6, 3)
     codes = tandem.quantize(x, quantizer)
     assert amax.item() == x.abs().max().item() and codes.rowwise_scale_inv.item() == 0.25
-    assert torch.equal(codes.rowwise_data, (x * 4).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert torch.equal(codes.rowwise_data, (x * 4).to(E4M3).view(torch.uint8))
     scale.fill_(2.0)
     assert tandem.quantize(x, quantizer).rowwise_scale_inv.item() == 0.5
 
 
 def test_a_noted_amax_is_that_of_all_tensors():
     amax, x = torch.zeros(1), torch.randn(6, 3)
-    quantizer = tandem.Float8Quantizer(torch.ones(1), amax, torch.float8_e4m3fn)
+    quantizer = tandem.Float8Quantizer(torch.ones(1), amax, E4M3)
     for factor in (1.0, 0.01):
         tandem.quantize(factor * x, quantizer)
         assert amax.item() == x.abs().max().item()
@@ -186,20 +180,20 @@ def test_a_noted_amax_is_that_of_all_tensors():
     assert amax.item() == x.abs().max().item()
 
 
-ERRORS = [
+test_errors = each_raises([
     (lambda: tandem.MXFP8Quantizer(torch.float16), ValueError, "MXFP8Quantizer: expected fp8_dtype to be torch.float8_e4m3fn or torch.float8_e5m2, got torch.float16"),
-    (lambda: tandem.MXFP8Quantizer(torch.float8_e5m2, rowwise=False, columnwise=False), ValueError, "expected rowwise or columnwise codes to be wanted, got neither"),
-    (lambda: tandem.quantize("x", tandem.MXFP8Quantizer(torch.float8_e4m3fn)), TypeError, "quantize: expected a tensor, got str. Pass torch.as_tensor of it."),
+    (lambda: tandem.MXFP8Quantizer(E5M2, rowwise=False, columnwise=False), ValueError, "expected rowwise or columnwise codes to be wanted, got neither"),
+    (lambda: tandem.quantize("x", tandem.MXFP8Quantizer(E4M3)), TypeError, "quantize: expected a tensor, got str. Pass torch.as_tensor of it."),
     (lambda: tandem.quantize(torch.ones(2), "fp8"), TypeError, "quantize: expected a quantizer, got str. Pass for example tandem.MXFP8Quantizer"),
-    (lambda: tandem.Float8Quantizer(torch.ones(2), torch.ones(1), torch.float8_e4m3fn), ValueError, "Float8Quantizer: expected scale to be a tensor of one float32, got torch.float32 of shape [2]"),
-    (lambda: tandem.Float8Quantizer(torch.ones(1), 3.0, torch.float8_e4m3fn), ValueError, "Float8Quantizer: expected amax to be a tensor of one float32, got float"),
+    (lambda: tandem.Float8Quantizer(torch.ones(2), torch.ones(1), E4M3), ValueError, "Float8Quantizer: expected scale to be a tensor of one float32, got torch.float32 of shape [2]"),
+    (lambda: tandem.Float8Quantizer(torch.ones(1), 3.0, E4M3), ValueError, "Float8Quantizer: expected amax to be a tensor of one float32, got float"),
     (
-        lambda: tandem.quantize(torch.ones(2, 2), tandem.MXFP8Quantizer(torch.float8_e4m3fn, columnwise=False)).dequantize(columnwise=True),
+        lambda: tandem.quantize(torch.ones(2, 2), tandem.MXFP8Quantizer(E4M3, columnwise=False)).dequantize(columnwise=True),
         ValueError,
         "dequantize: expected columnwise codes, got a tensor quantized without. Build the quantizer with columnwise=True.",
     ),
-    (lambda: tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True, block_scaling_dim=3), ValueError, "Float8BlockQuantizer: expected block_scaling_dim to be 1 or 2, got 3. 1: lines, 2: squares."),
-    (lambda: tandem.NVFP4Quantizer(torch.float8_e4m3fn), ValueError, "NVFP4Quantizer: expected fp4_dtype to be torch.float4_e2m1fn_x2, got torch.float8_e4m3fn. There is no other."),
+    (lambda: tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=3), ValueError, "Float8BlockQuantizer: expected block_scaling_dim to be 1 or 2, got 3. 1: lines, 2: squares."),
+    (lambda: tandem.NVFP4Quantizer(E4M3), ValueError, "NVFP4Quantizer: expected fp4_dtype to be torch.float4_e2m1fn_x2, got torch.float8_e4m3fn. There is no other."),
     (lambda: tandem.NVFP4Quantizer(with_rht=True), NotImplementedError, "NVFP4Quantizer: expected with_post_rht_amax=True with with_rht=True, got False. Rotated columns are scaled"),
     (lambda: tandem.NVFP4Quantizer(with_post_rht_amax=True), NotImplementedError, "NVFP4Quantizer: expected with_post_rht_amax=False with with_rht=False, got True."),
     (lambda: tandem.NVFP4Quantizer(nvfp4_e4m3_max=256), ValueError, "NVFP4Quantizer: expected nvfp4_e4m3_max to be 448, or, with nvfp4_use_4over6, 256, got 256. Without nvfp4_use_4over6 no scale needs room above it."),
@@ -207,23 +201,16 @@ ERRORS = [
     (lambda: tandem.NVFP4Quantizer(nvfp4_4over6_err_mode="L2"), ValueError, 'NVFP4Quantizer: expected nvfp4_4over6_err_mode to be "MAE" or "MSE", got \'L2\'. It says what errs less.'),
     (lambda: tandem.NVFP4Quantizer(nvfp4_use_4over6=True, stochastic_rounding=True), ValueError, "quantizer: expected 4over6 or rounding by chance (sr), got both. What is rounded by chance errs by chance: leave one of them out."),
     (lambda: tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_2d_quantization=True), ValueError, "quantizer: expected squares (2d) or rotated columns (rht), got both. Lines of columns are rotated, squares have none."),
-    (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_epsilon=-1.0), ValueError, "expected amax_epsilon to be a finite number >= 0, got -1.0"),
-    (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, use_existing_amax=True), NotImplementedError, "expected use_existing_amax=False, got True. This version knows the default only."),
-    (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_reduction_group="0"), NotImplementedError, "expected amax_reduction_group=None, got '0'. This version knows the default only."),
+    (lambda: tandem.Float8CurrentScalingQuantizer(E4M3, amax_epsilon=-1.0), ValueError, "expected amax_epsilon to be a finite number >= 0, got -1.0"),
+    (lambda: tandem.Float8CurrentScalingQuantizer(E4M3, use_existing_amax=True), NotImplementedError, "expected use_existing_amax=False, got True. This version knows the default only."),
+    (lambda: tandem.Float8CurrentScalingQuantizer(E4M3, amax_reduction_group="0"), NotImplementedError, "expected amax_reduction_group=None, got '0'. This version knows the default only."),
     (lambda: torch.ops.tandem.quantize(torch.ones(2, requires_grad=True), None, "mxfp8_e4m3", [True, True, True]), NotImplementedError, "quantize: expected a tensor that needs no gradient"),
-]
-
-
-@pytest.mark.parametrize(("make", "kind", "text"), ERRORS)
-def test_errors(make, kind, text):
-    with pytest.raises(kind) as error:
-        make()
-    assert text in str(error.value)
-
-
-def test_a_vector_of_nothing_has_the_scale_of_both_directions() -> None:
-    codes = tandem.quantize(torch.empty(0), tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn))
-    assert codes.dequantize(columnwise=True).shape == codes.dequantize().shape == (0,)
+    (
+        lambda: torch.ops.tandem.dequantize(torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), "mxfp8_e4m3", False, torch.float32),
+        ValueError,
+        "dequantize: expected dequant_scale of shape [128, 4], uint8, for row codes [4, 64] of mxfp8_e4m3, got shape [4, 2], uint8. Pass what quantize",
+    ),
+])  # fmt: skip
 
 
 def known_texts():
