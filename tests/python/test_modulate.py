@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from support import TOLERANCES
+from support import TOLERANCES, each_raises, fork
 from test_attention_ops import call, compare, kept_of
 
 import tandem
@@ -72,9 +72,8 @@ def test_gradients_keep_what_they_need():
 
 
 def test_a_shift_of_a_channel_has_the_shape_of_x():
-    fork = ops.MakeExtraOutput().set_extra_output_channel(0, "c", output_to_caller=False)
-    shifted = ops.Modulate().set_extra_input_channel(1, "c")
-    block, x, scale = ops.Sequential(fork, ops.Reshape((1, 2, 8)), shifted), torch.randn(2, 8), torch.randn(8)
+    block = ops.Sequential(fork("c"), ops.Reshape((1, 2, 8)), ops.Modulate().set_extra_input_channel(1, "c"))
+    x, scale = torch.randn(2, 8), torch.randn(8)
     with pytest.raises(ValueError, match=re.escape("modulate: expected shift of the shape of x, [1, 2, 8], where a channel brings it, got [2, 8]. Pass it to the call: autograd")):
         block(x, scale)
 
@@ -98,16 +97,10 @@ def test_sums_do_not_depend_on_threads():
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (call(ops.Modulate, torch.ones(3, 8), torch.ones(4, 8), torch.ones(8)), ValueError, "modulate: expected scale that broadcasts to x [3, 8], got [4, 8]. One row for each sequence of x [batch, sequence, hidden] is [batch, 1, hidden]."),
-        (call(ops.Modulate, torch.ones(3, 8), torch.ones(8), torch.ones(2, 3, 8)), ValueError, "modulate: expected shift that broadcasts to x [3, 8], got [2, 3, 8]. One row"),
-        (call(ops.Modulate, torch.ones(3, 8, dtype=torch.int64), torch.ones(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)), TypeError, "modulate: expected x of dtype float32, bfloat16, float16 or float64, got int64. Convert it before the call."),
-        (call(ops.Modulate, torch.ones(3, 8), torch.ones(8)), ValueError, "expected"),
-        (lambda: torch.ops.tandem.modulate_scale_backward(torch.ones(3, 7), torch.ones(3, 8), torch.ones(8)), ValueError, "modulate_scale_backward: expected grad_y of the shape of x, [3, 8], got [3, 7]."),
-    ],
-)  # fmt: skip
-def test_errors(make, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        make()
+test_errors = each_raises([
+    (call(ops.Modulate, torch.ones(3, 8), torch.ones(4, 8), torch.ones(8)), ValueError, "modulate: expected scale that broadcasts to x [3, 8], got [4, 8]. One row for each sequence of x [batch, sequence, hidden] is [batch, 1, hidden]."),
+    (call(ops.Modulate, torch.ones(3, 8), torch.ones(8), torch.ones(2, 3, 8)), ValueError, "modulate: expected shift that broadcasts to x [3, 8], got [2, 3, 8]. One row"),
+    (call(ops.Modulate, torch.ones(3, 8, dtype=torch.int64), torch.ones(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)), TypeError, "modulate: expected x of dtype float32, bfloat16, float16 or float64, got int64. Convert it before the call."),
+    (call(ops.Modulate, torch.ones(3, 8), torch.ones(8)), ValueError, "expected"),
+    (lambda: torch.ops.tandem.modulate_scale_backward(torch.ones(3, 7), torch.ones(3, 8), torch.ones(8)), ValueError, "modulate_scale_backward: expected grad_y of the shape of x, [3, 8], got [3, 7]."),
+])  # fmt: skip

@@ -1,11 +1,10 @@
 """Norms of the heads of queries and keys as an op of a pipeline, against plain float64; and the op between a product and attention."""
 
 import random
-import re
 
 import pytest
 import torch
-from support import TOLERANCES, randomize
+from support import TOLERANCES, each_raises, randomize
 from test_attention_ops import HEADS, HIDDEN, LAYER, call, compare, drawn_shape, far, kept_of, parts, plain_attention, plain_rotary, run
 
 import tandem
@@ -170,20 +169,14 @@ def test_under_transforms_of_torch():
     assert torch.autograd.gradcheck(lambda x, *given: torch.func.functional_call(norm, dict(zip(weights, given, strict=True)), (x,)), (x.requires_grad_(), *weights.values()))
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: ops.QKNorm(0, 4), ValueError, "QKNorm: expected num_heads"),
-        (lambda: ops.QKNorm(2, 0), ValueError, "QKNorm: expected head_dim to be a whole number > 0, got 0. Give the features of a head."),
-        (lambda: setattr(ops.QKNorm(2, 4), "head_dim", 8), ValueError, "QKNorm: expected head_dim=4, with which it was built, got 8. Build another one"),
-        (lambda: ops.QKNorm(2, 4, eps=-1.0), ValueError, "QKNorm: expected eps to be a finite number >= 0, got -1"),
-        (lambda: ops.QKNorm(2, 4, dtype=torch.int32), ValueError, "QKNorm: expected dtype to be torch.float32"),
-        (call(lambda: ops.QKNorm(2, 4), torch.ones(3, 23)), ValueError, "qk_norm: expected x [..., sequence, 24], 2 queries, 2 keys and as many values of 4 features, got [3, 23]. Let the product before it write"),
-        (lambda: torch.ops.tandem.qk_norm_forward(torch.ones(3, 24), torch.ones(4), torch.ones(3), 2, 2, 1e-5, False, False), ValueError, "qk_norm: expected query_weight and key_weight of shape [head_dim], got [4] and [3]. Pass a factor for each feature of a head."),
-        (lambda: torch.ops.tandem.qk_norm_forward(torch.ones(3, 24), torch.ones(4), torch.ones(4, dtype=torch.int64), 2, 2, 1e-5, False, False), TypeError, "qk_norm: expected key_weight of dtype float32, bfloat16, float16 or float64, got int64."),
-        (lambda: torch.ops.tandem.qk_norm_backward(torch.ones(3, 23), torch.ones(3, 24), torch.ones(4), torch.ones(4), 2, 2, 1e-5, False, False, [True] * 3), ValueError, "qk_norm_backward: expected grad_y of the shape of x, [3, 24], got [3, 23]."),
-    ],
-)  # fmt: skip
-def test_errors(make, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        make()
+test_errors = each_raises([
+    (lambda: ops.QKNorm(0, 4), ValueError, "QKNorm: expected num_heads"),
+    (lambda: ops.QKNorm(2, 0), ValueError, "QKNorm: expected head_dim to be a whole number > 0, got 0. Give the features of a head."),
+    (lambda: setattr(ops.QKNorm(2, 4), "head_dim", 8), ValueError, "QKNorm: expected head_dim=4, with which it was built, got 8. Build another one"),
+    (lambda: ops.QKNorm(2, 4, eps=-1.0), ValueError, "QKNorm: expected eps to be a finite number >= 0, got -1"),
+    (lambda: ops.QKNorm(2, 4, dtype=torch.int32), ValueError, "QKNorm: expected dtype to be torch.float32"),
+    (call(lambda: ops.QKNorm(2, 4), torch.ones(3, 23)), ValueError, "qk_norm: expected x [..., sequence, 24], 2 queries, 2 keys and as many values of 4 features, got [3, 23]. Let the product before it write"),
+    (lambda: torch.ops.tandem.qk_norm_forward(torch.ones(3, 24), torch.ones(4), torch.ones(3), 2, 2, 1e-5, False, False), ValueError, "qk_norm: expected query_weight and key_weight of shape [head_dim], got [4] and [3]. Pass a factor for each feature of a head."),
+    (lambda: torch.ops.tandem.qk_norm_forward(torch.ones(3, 24), torch.ones(4), torch.ones(4, dtype=torch.int64), 2, 2, 1e-5, False, False), TypeError, "qk_norm: expected key_weight of dtype float32, bfloat16, float16 or float64, got int64."),
+    (lambda: torch.ops.tandem.qk_norm_backward(torch.ones(3, 23), torch.ones(3, 24), torch.ones(4), torch.ones(4), 2, 2, 1e-5, False, False, [True] * 3), ValueError, "qk_norm_backward: expected grad_y of the shape of x, [3, 24], got [3, 23]."),
+])  # fmt: skip

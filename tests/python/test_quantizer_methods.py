@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import each_raises
+from test_quantized_tensors import same
 
 import tandem
 from tandem import QuantizedTensor
@@ -104,11 +106,10 @@ def test_usages(kind: str) -> None:
     assert before.get_usages() == {"rowwise": True, "columnwise": True}
     before.copy_(sample(1))  # in all directions that it has
     expected = KINDS[kind]()(sample(1))
-    for columnwise in (False, True):
-        assert torch.equal(before.dequantize(columnwise=columnwise), expected.dequantize(columnwise=columnwise))
+    same(before, expected)
     before.update_usage()
     before.update_usage(rowwise_usage=True, columnwise_usage=True)
-    assert before.get_usages() == {"rowwise": True, "columnwise": True}
+    same(before, expected)
     before.update_usage(rowwise_usage=False)
     assert before.get_usages() == {"rowwise": False, "columnwise": True}
     assert before.rowwise_data is None and before.rowwise_scale_inv is None and before.amax_rowwise is None
@@ -121,20 +122,13 @@ def test_usages(kind: str) -> None:
             before.update_usage(rowwise_usage=True)
 
 
-ERRORS = [
+test_errors = each_raises([
     (lambda: KINDS["mxfp8"]().set_usage(rowwise=False, columnwise=False), ValueError, "MXFP8Quantizer: expected rowwise or columnwise codes to be wanted, got neither"),
     (lambda: KINDS["mxfp8"]()(sample()).update_usage(False, False), ValueError, "update_usage: expected codes of rows or of columns to be kept, got neither"),
     (lambda: KINDS["mxfp8"]()(sample(), out=sample()), TypeError, "MXFP8Quantizer: expected a quantized tensor to write into, got Tensor"),
     (lambda: KINDS["mxfp8"]()(sample(), out=KINDS["current"]()(sample())), ValueError, "MXFP8Quantizer: expected a tensor of mxfp8_e4m3 and shape [64, 64] to write into, got fp8_e4m3:current"),
     (lambda: KINDS["mxfp8"]()(sample()[:32], out=KINDS["mxfp8"]()(sample())), ValueError, "and shape [32, 64] to write into, got mxfp8_e4m3 and [64, 64]"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "text"), ERRORS, ids=[text[:40] for _, _, text in ERRORS])
-def test_errors(call: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as info:
-        call()
-    assert text in str(info.value)
+])  # fmt: skip
 
 
 def compiled(function: Any) -> Any:
@@ -147,11 +141,8 @@ def test_compiled_code_quantizes(kind: str) -> None:
     function = compiled(lambda x: tandem.quantize(2 * x, quantizer))
     for seed in (0, 1):
         codes, expected = function(sample(seed)), other(2 * sample(seed))
-        assert isinstance(codes, QuantizedTensor) and codes.quantizer.text == quantizer.text
-        for columnwise in (False, True):
-            assert torch.equal(codes.dequantize(columnwise=columnwise), expected.dequantize(columnwise=columnwise))
+        same(codes, expected)
         assert kind != "delayed" or torch.equal(quantizer.amax, other.amax)
-    assert codes.get_usages() == expected.get_usages()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "delayed"])
@@ -174,11 +165,11 @@ def test_compiled_gradients(kind: str) -> None:
 def test_compiled_code_takes_and_writes_their_tensors(kind: str, change: Any) -> None:
     given, own = KINDS[kind]()(sample()), KINDS[kind]()(sample())
     made, expected = compiled(change)(given), change(own)
-    for a, b in ((made, expected), (given, own)):
-        assert type(a) is type(b)
-        for columnwise in (False, True) if isinstance(b, QuantizedTensor) else ():
-            assert torch.equal(a.dequantize(columnwise=columnwise), b.dequantize(columnwise=columnwise))
-        assert isinstance(b, QuantizedTensor) or torch.equal(a, b)
+    same(given, own)
+    if isinstance(expected, QuantizedTensor):
+        same(made, expected)
+    else:
+        assert type(made) is torch.Tensor and torch.equal(made, expected)
     assert kind != "delayed" or torch.equal(given.quantizer.amax, own.quantizer.amax)
 
 
