@@ -171,6 +171,20 @@ def results_of(call, x, grad=None, recipe=None, module=None, seed=None):
     return [y.detach(), *torch.autograd.grad(y.square().sum() if grad is None else y, [leaf, *params], grad)]
 
 
+def bytes_kept(call, *given):
+    """y of `call()`, and the bytes of all storages that autograd keeps for its backward, those of `given` aside."""
+    known, sizes = {tensor.untyped_storage().data_ptr() for tensor in given}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = call()
+    return y, sum(size for address, size in sizes.items() if address not in known)
+
+
 def double_leaves(tensors):
     return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
 

@@ -6,6 +6,8 @@ import io
 
 import pytest
 import torch
+from recipes import RECIPES
+from support import saved_and_loaded
 
 import tandem
 
@@ -56,14 +58,6 @@ MODULES = {
         ["self_attention.layernorm_qkv.", "self_attention.core_attention.", "self_attention.proj.", "layernorm_mlp."],
     ),
 }
-RECIPES = (
-    tandem.recipe.DelayedScaling(amax_history_len=4),
-    None,
-    tandem.recipe.Float8CurrentScaling(),
-    tandem.recipe.Float8BlockScaling(),
-    tandem.recipe.MXFP8BlockScaling(),
-    tandem.recipe.NVFP4BlockScaling(),
-)
 
 
 @pytest.fixture(params=MODULES)
@@ -94,16 +88,15 @@ def test_those_of_transformer_engine_load(case, content):
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-def test_ours_load_after_any_change_of_recipe(case, tmp_path):
+def test_ours_load_after_any_change_of_recipe(case):
     make, shapes, _ = case
     x = torch.randn(16, 1, HIDDEN) if any(name.startswith("self_attention") for name in shapes) else torch.randn(16, HIDDEN)
     grouped = isinstance(make(), tandem.GroupedLinear)
-    recipes = [each for each in RECIPES if not grouped or not isinstance(each, (tandem.recipe.DelayedScaling, tandem.recipe.NVFP4BlockScaling))]
+    recipes = [None, *(recipe for name, recipe in RECIPES.items() if not grouped or name not in ("delayed", "nvfp4"))]
     for before in recipes:
         trained = make()
         step(trained, x, before)
-        torch.save(trained.state_dict(), tmp_path / "trained.pt")
-        state = torch.load(tmp_path / "trained.pt", weights_only=True)
+        state = saved_and_loaded(trained.state_dict())
         for after in recipes:
             module = make()
             if before is not after:

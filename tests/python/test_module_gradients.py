@@ -6,7 +6,9 @@ import copy
 import pickle
 
 import pytest
+import recipes
 import torch
+from support import assert_equal, results_of
 from torch.testing import assert_close
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
@@ -14,14 +16,7 @@ import tandem
 from tandem import ops
 from tandem.pipelines.buffers import Delayed
 
-RECIPES = {
-    "none": None,
-    "current": tandem.recipe.Float8CurrentScaling(),
-    "delayed": tandem.recipe.DelayedScaling(),
-    "block": tandem.recipe.Float8BlockScaling(),
-    "mxfp8": tandem.recipe.MXFP8BlockScaling(),
-    "nvfp4": tandem.recipe.NVFP4BlockScaling(),
-}
+RECIPES = {"none": None, **recipes.RECIPES, "nvfp4": tandem.recipe.NVFP4BlockScaling()}
 MODULES = {
     "Linear": lambda **options: tandem.Linear(32, 48, **options),
     "Linear without bias": lambda **options: tandem.Linear(32, 48, bias=False, **options),
@@ -172,14 +167,8 @@ def test_checkpoint_gives_the_same_bits_and_keeps_less(recipe, activation, norma
     checked.load_state_dict(plain.state_dict())
     assert checked.checkpoint and not plain.checkpoint
     x = torch.randn(64, 32)
-    results, kept = [], []
-    for module in (plain, checked):
-        own = x.clone().requires_grad_()
-        y = run(module, own, recipe)
-        kept.append(module._alone.called_pipelines()[0].saved_bytes())
-        y.square().sum().backward()
-        results.append([y, own.grad, *[param.grad for param in module.parameters()]])
-    assert all(map(torch.equal, *results))
+    assert_equal(*[results_of(module, x, recipe=recipe, seed=11) for module in (plain, checked)])
+    kept = [module._alone.called_pipelines()[0].saved_bytes() for module in (plain, checked)]
     bound = 0.1 if recipe is None else 0.6  # codes of weights, where they are not cached, are no activations
     assert kept[1] <= bound * kept[0], kept
     if recipe is None:

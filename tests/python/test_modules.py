@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import on_ranks
-from support import ACTIVATIONS, GATED, TOLERANCES, clamped_swiglu, of_halves, randomize, tanh_gelu
+from support import ACTIVATIONS, GATED, TOLERANCES, assert_equal, clamped_swiglu, of_halves, randomize, results_of, tanh_gelu
 from torch.testing import assert_close
 
 import tandem
@@ -102,13 +102,9 @@ def test_bits_and_kept_bytes_are_those_of_a_container(case: Any, recipe: Any) ->
     module = case()
     box, alone = by_ops(module), ops.Sequential(module)
     x = torch.randn(16, HIDDEN, requires_grad=True)
-    results = []
-    for call in (module, alone, box):
-        with tandem.autocast(enabled=recipe is not None, recipe=recipe or tandem.recipe.Float8CurrentScaling()):
-            y = call(x)
-            results.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
-    for got in results[:2]:
-        assert all(map(torch.equal, got, results[2]))
+    expected = results_of(box, x, recipe=recipe, module=module)
+    for call in (module, alone):
+        assert_equal(results_of(call, x, recipe=recipe, module=module), expected)
     assert alone.saved_bytes() == box.saved_bytes()
     assert alone.fusions_made() == box.fusions_made() and (recipe is not None or not module.use_bias or alone.fusions_made())
     assert alone.verify(x)
@@ -254,19 +250,17 @@ def test_neighbours_fuse_with_the_parts() -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, tandem.recipe.Float8CurrentScaling()])
-def test_compiled_code_has_no_break(recipe: Any) -> None:
-    torch._dynamo.reset()
+def test_compiled_code_has_no_break(recipe: Any, fresh_dynamo: None) -> None:
     block = torch.nn.Sequential(linear(normalization="RMSNorm"), torch.nn.Linear(WIDE, HIDDEN), mlp(activation="swiglu", bias=False))
-    x = torch.randn(16, HIDDEN, requires_grad=True)
+    x = torch.randn(16, HIDDEN)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         with tandem.autocast(enabled=recipe is not None, recipe=recipe or tandem.recipe.Float8CurrentScaling()):
             return block(x)
 
-    y, expected = torch.compile(call, fullgraph=True)(x), call(x)
+    y, *ours = results_of(torch.compile(call, fullgraph=True), x, module=block)
+    expected, *theirs = results_of(call, x, module=block)
     assert_close(y, expected)
-    ours = torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
-    theirs = torch.autograd.grad(expected.square().sum(), [x, *block.parameters()])
     assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 

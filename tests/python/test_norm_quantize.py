@@ -4,20 +4,15 @@ import copy
 from functools import partial
 
 import pytest
+import recipes
 import torch
-from support import randomize
+from support import assert_equal, fork, join, randomize, results_of
 
 import tandem
 from tandem import ops
-from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tandem.recipe import CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling
 
-RECIPES = [
-    Float8CurrentScaling(),
-    DelayedScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-    NVFP4BlockScaling(disable_stochastic_rounding=True),  # ops by themselves draw their seeds in another order
-]
+RECIPES = [*recipes.RECIPES.values()]  # those that draw no seeds, which ops by themselves draw in another order
 NORMS = {"rms_norm": partial(ops.RMSNorm, rounds_before_weight=True), "layer_norm": ops.LayerNorm}
 
 
@@ -30,10 +25,8 @@ class Residual(torch.nn.Module):
 
     def __init__(self, before, inside, residual=True):
         super().__init__()
-        head = ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False)
-        tail = ops.AddExtraInput().set_extra_input_channel(0, "r")
         self.before, self.inside, self.residual = torch.nn.Sequential(*before), torch.nn.Sequential(*inside), residual
-        self.together = ops.Sequential(*before, *([head, *inside, tail] if residual else inside))
+        self.together = ops.Sequential(*before, *([fork(), *inside, join()] if residual else inside))
 
     def forward(self, x):
         return self.together(x)
@@ -55,16 +48,9 @@ def block_of(norm, unit, bias, dtype):
     return Residual([], [NORMS[norm](48, dtype=dtype), up, unit(), down])
 
 
-def results_of(call, module, recipe, x, grad, steps=1):
-    """Two steps where scales are those of the one before."""
-    for _ in range(steps):
-        module.zero_grad()
-        own = x.clone().requires_grad_()
-        torch.manual_seed(0)
-        with tandem.autocast(recipe=recipe):
-            y = call(own)
-        y.backward(grad)
-    return [y.detach(), own.grad, *(p.grad.clone() for p in module.parameters())]
+def after_a_step(call, module, recipe, x, grad):
+    """Results of a second step, as delayed scales are those of the step before."""
+    return [results_of(call, x, grad, recipe, module, seed=0) for _ in range(2)][1]
 
 
 WITHOUT_A_SUM = [(bias, False, dtype) for bias in (False, True) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
@@ -80,8 +66,7 @@ def test_gradients_of_norms_have_the_bits_of_ops_one_by_one(bias, residual, dtyp
         twin = copy.deepcopy(module)
         x = torch.randn(*sizes).to(dtype)
         grad = torch.randn(*sizes[:-1], features[1]).to(dtype)
-        got = results_of(module, module, recipe, x, grad, steps=2)
-        torch.testing.assert_close(got, results_of(twin.apart, twin, recipe, x, grad, steps=2), rtol=0, atol=0)
+        assert_equal(after_a_step(module, module, recipe, x, grad), after_a_step(twin.apart, twin, recipe, x, grad))
         name = f"{norm}_backward{'_add' if residual else ''}{'_bias' if bias else ''}_quantize_quantize_y"
         assert name in module.together.fusions_made(), module.together.explain()
         assert name in module.together.explain()
@@ -105,7 +90,7 @@ def test_compiled_gradients_have_the_bits_of_eager_ones(is_block, norm, recipe, 
     twin = copy.deepcopy(module)
     x, grad = torch.randn(33, 48 if is_block else 32).to(dtype), torch.randn(33, 48).to(dtype)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(results_of(compiled, module, recipe, x, grad), results_of(twin, twin, recipe, x, grad), rtol=0, atol=0)
+    assert_equal(results_of(compiled, x, grad, recipe, seed=0), results_of(twin, x, grad, recipe, seed=0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -131,7 +116,7 @@ def test_a_norm_behind_a_sum_has_the_bits_of_ops_one_by_one(norm, recipe, dtype)
             sum(t.float().square().sum() for t in outputs).backward()
             of_x = [own.grad, other.grad] if dtype is torch.float32 else []  # in 16 bits a step that adds rounds once, two ops do twice
             outcomes.append([*(t.detach() for t in outputs), *of_x, *(p.grad for p in module.parameters())])
-        torch.testing.assert_close(*outcomes, rtol=0, atol=0)
+        assert_equal(*outcomes)
         assert f"add_{norm}{'_quantize' if recipe else ''}" in box.fusions_made(), box.explain()
 
 
@@ -145,11 +130,11 @@ def test_gradients_behind_a_product_have_the_bits_of_ops_one_by_one(behind, fuse
         twin = copy.deepcopy(box)
         x, grad = torch.randn(*sizes).to(dtype), torch.randn(*sizes[:-1], features[1]).to(dtype)
         linear, last = twin
-        apart = results_of(lambda x, linear=linear, last=last: last(linear(x)), twin, recipe, x, grad)
-        got = results_of(box, box, recipe, x, grad)
+        apart = results_of(lambda x, linear=linear, last=last: last(linear(x)), x, grad, recipe, twin, seed=0)
+        got = results_of(box, x, grad, recipe, seed=0)
         if fused == "scale":  # forward rounds once, behind product, bias and scale; two ops do twice
             got, apart = got[1:], apart[1:]
-        torch.testing.assert_close(got, apart, rtol=0, atol=0)
+        assert_equal(got, apart)
         name = f"{fused}_backward{'_bias' if bias else ''}_quantize"
         assert name in box.fusions_made(), box.explain()
     with tandem.autocast(recipe=recipe):
@@ -160,9 +145,7 @@ def test_a_gradient_that_goes_on_is_written_beside_its_codes():
     """Two blocks on one residual stream: the sum of gradients is read by the product before it and by the stream."""
     parts = []
     for i in range(2):
-        head = ops.MakeExtraOutput().set_extra_output_channel(0, f"r{i}", output_to_caller=False)
-        tail = ops.AddExtraInput().set_extra_input_channel(0, f"r{i}")
-        parts += [head, ops.RMSNorm(32), ops.Linear(32, 32, bias=False), tail]
+        parts += [fork(f"r{i}"), ops.RMSNorm(32), ops.Linear(32, 32, bias=False), join(f"r{i}")]
     box = randomize(ops.Sequential(*parts))
     with tandem.autocast(recipe=MXFP8BlockScaling()):
         outcome = box.verify(torch.randn(33, 32, requires_grad=True))
@@ -180,10 +163,9 @@ def test_what_is_written_again_goes_to_codes_with_the_bits_of_ops_one_by_one(bia
     block = randomize(block_of(norm, unit, bias, dtype))
     twin = copy.deepcopy(block)
     x, grad = torch.randn(37, 48).to(dtype), torch.randn(37, 48).to(dtype)
-    got = results_of(block, block, recipe, x, grad, steps=2)
-    expected = results_of(twin.apart, twin, recipe, x, grad, steps=2)
+    got, expected = after_a_step(block, block, recipe, x, grad), after_a_step(twin.apart, twin, recipe, x, grad)
     if dtype is torch.float32:  # in 16 bits a step that adds rounds once, two ops do twice
-        torch.testing.assert_close(got[:1] + got[2:], expected[:1] + expected[2:], rtol=0, atol=0)  # the gradients of x are added in another order
+        assert_equal(got[:1] + got[2:], expected[:1] + expected[2:])  # the gradients of x are added in another order
     kind = "glu" if unit is ops.SwiGLU else "activation"
     made = {f"{norm}_backward_add_quantize_y", f"{kind}_backward{'_bias' if bias else ''}_quantize_quantize_y"}
     assert made <= set(block.together.fusions_made()), block.together.explain()

@@ -7,19 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from recipes import RECIPES
+from support import assert_equal, results_of
 
 import tandem
 from tandem import ops, recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-RECIPES: dict[str, Callable[[], recipe.Recipe]] = {
-    "current": recipe.Float8CurrentScaling,
-    "delayed": recipe.DelayedScaling,
-    "blocks": recipe.Float8BlockScaling,
-    "mxfp8": recipe.MXFP8BlockScaling,
-    "nvfp4": lambda: recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
-}
 QUANTIZERS: dict[str, Callable[[], tandem.Quantizer]] = {
     "current": lambda: tandem.Float8CurrentScalingQuantizer(E4M3),
     "delayed": lambda: tandem.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3),  # the scale of a first step
@@ -36,14 +31,10 @@ def matrix(rows: int = 48, cols: int = 64, dtype: torch.dtype = torch.float32, *
 
 def run(layer: torch.nn.Module, x: torch.Tensor, leaf: torch.Tensor, name: str) -> list[torch.Tensor | None]:
     """y, and the gradients of x and of the parameters."""
-    with tandem.autocast(recipe=RECIPES[name]()):
+    with tandem.autocast(recipe=RECIPES[name]):
         y = layer(x)
     y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape))
     return [y.detach(), leaf.grad, *(param.grad for param in layer.parameters())]
-
-
-def assert_equal(got: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
-    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # In.
@@ -64,7 +55,7 @@ def test_codes_of_an_input_are_those_that_the_recipe_makes(name: str, dtype: tor
 def test_an_input_in_codes_is_not_quantized(name: str) -> None:
     for x, is_quantized in ((matrix(), True), (tandem.quantize(matrix(), QUANTIZERS[name]()), False)):
         layer = ops.Sequential(ops.Linear(64, 32, bias=False))
-        with torch.no_grad(), tandem.autocast(recipe=RECIPES[name]()):
+        with torch.no_grad(), tandem.autocast(recipe=RECIPES[name]):
             layer(x)
             assert ("quantize: x" in layer.explain()) == is_quantized
 
@@ -91,27 +82,24 @@ def test_another_format_is_decoded_and_quantized() -> None:
     assert_equal(run(layer, codes, numbers, "mxfp8"), run(other, numbers, numbers, "mxfp8"))
 
 
-def test_ops_that_do_not_multiply_read_the_numbers() -> None:
-    pipeline = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 64), ops.AddExtraInput())
-    codes = tandem.quantize(matrix(requires_grad=False), tandem.MXFP8Quantizer(E4M3))
-    for region in (tandem.autocast(enabled=False), tandem.autocast(recipe=recipe.MXFP8BlockScaling())):
-        with region:
-            assert torch.equal(pipeline(codes, codes), pipeline(codes.dequantize(), codes.dequantize()))
+CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "ops that do not multiply": lambda x: ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 64), ops.AddExtraInput())(x, x),
+    "groups": lambda x: ops.GroupedLinear(2, 64, 32)(x, torch.tensor([16, 32])),
+    "Linear": lambda x: tandem.Linear(64, 32)(x),
+    "LayerNormLinear": lambda x: tandem.LayerNormLinear(64, 32)(x),
+    "LayerNormMLP": lambda x: tandem.LayerNormMLP(64, 128)(x),
+}
 
 
-def test_groups_read_the_numbers() -> None:
-    layer = ops.GroupedLinear(2, 64, 32)
-    codes = tandem.quantize(matrix(requires_grad=False), tandem.MXFP8Quantizer(E4M3))
-    splits = torch.tensor([16, 32])
-    with tandem.autocast(recipe=recipe.MXFP8BlockScaling()):
-        assert torch.equal(layer(codes, splits), layer(codes.dequantize(), splits))
-
-
-def test_modules_take_codes() -> None:
-    codes = tandem.quantize(matrix(requires_grad=False), tandem.MXFP8Quantizer(E4M3))
-    for module in (tandem.Linear(64, 32), tandem.LayerNormLinear(64, 32), tandem.LayerNormMLP(64, 128)):
-        with tandem.autocast(recipe=recipe.MXFP8BlockScaling()):
-            assert torch.equal(module(codes), module(codes.dequantize()))
+@pytest.mark.parametrize("low", [None, recipe.MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_codes_count_as_their_numbers(call: Callable[[torch.Tensor], torch.Tensor], low: recipe.Recipe | None) -> None:
+    codes, results = tandem.quantize(matrix(requires_grad=False), tandem.MXFP8Quantizer(E4M3)), []
+    for x in (codes, codes.dequantize()):
+        torch.manual_seed(0)  # of the parameters
+        with tandem.autocast(enabled=low is not None, recipe=low):
+            results.append(call(x))
+    assert torch.equal(*results)
 
 
 def test_a_sum_in_place_leaves_codes_as_they_are() -> None:
@@ -136,15 +124,16 @@ def test_codes_that_were_written_before_backward_raise() -> None:
         y.sum().backward()
 
 
+def of_codes(call: Callable[..., torch.Tensor], layer: torch.nn.Module) -> list[torch.Tensor]:
+    """Results for an x that is quantized before the call; backward is in the region too, under whose recipe torch's checkpoint recomputes."""
+    with tandem.autocast(recipe=recipe.MXFP8BlockScaling()):
+        return results_of(lambda x: call(tandem.quantize(x, tandem.MXFP8Quantizer(E4M3))), matrix(), module=layer)
+
+
 @pytest.mark.parametrize("checkpoint", [tandem.checkpoint, lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=False)], ids=["own", "torch"])
 def test_codes_under_a_checkpoint(checkpoint: Callable[..., torch.Tensor]) -> None:
     layer = ops.Linear(64, 32)
-    other = copy.deepcopy(layer)
-    x, same = matrix(), matrix()
-    with tandem.autocast(recipe=recipe.MXFP8BlockScaling()):
-        checkpoint(layer, tandem.quantize(x, tandem.MXFP8Quantizer(E4M3))).sum().backward()
-        other(tandem.quantize(same, tandem.MXFP8Quantizer(E4M3))).sum().backward()
-    assert_equal([x.grad, layer.weight.grad], [same.grad, other.weight.grad])
+    assert_equal(of_codes(lambda codes: checkpoint(layer, codes), layer), of_codes(layer, layer))
 
 
 def test_delayed_scaling_records_no_amax_of_codes() -> None:
@@ -158,14 +147,7 @@ def test_delayed_scaling_records_no_amax_of_codes() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_takes_codes(fresh_dynamo: None, dynamic: bool) -> None:
     layer = ops.Linear(64, 32)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    x, same = matrix(), matrix()
-    with tandem.autocast(recipe=recipe.MXFP8BlockScaling()):
-        compiled(tandem.quantize(x, tandem.MXFP8Quantizer(E4M3))).sum().backward()
-        got = [x.grad, layer.weight.grad]
-        layer.weight.grad = None
-        layer(tandem.quantize(same, tandem.MXFP8Quantizer(E4M3))).sum().backward()
-    assert_equal(got, [same.grad, layer.weight.grad])
+    assert_equal(of_codes(torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager"), layer), of_codes(layer, layer))
 
 
 # Out.
@@ -176,7 +158,7 @@ def test_compiled_code_takes_codes(fresh_dynamo: None, dynamic: bool) -> None:
 def test_what_quantize_makes_stays_in_codes(name: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, requires_grad=True)
     point = ops.Quantize()
-    with tandem.autocast(recipe=RECIPES[name]()):
+    with tandem.autocast(recipe=RECIPES[name]):
         y = point(x)
     assert isinstance(y, tandem.QuantizedTensor)
     assert y.shape == x.shape and y.dtype == x.dtype and y.requires_grad
@@ -195,13 +177,8 @@ def test_a_product_of_another_module_reads_the_codes(name: str) -> None:
     norm, linear = ops.RMSNorm(64), ops.Linear(64, 32)
     together = ops.Sequential(copy.deepcopy(norm), ops.Quantize(), copy.deepcopy(linear))
     apart = ops.Sequential(norm, ops.Quantize())
-    x, same = matrix(), matrix()
-    with tandem.autocast(recipe=RECIPES[name]()):
-        y, expected = linear(apart(x)), together(same)
-    y.square().sum().backward()
-    expected.square().sum().backward()
-    got = [y.detach(), x.grad, norm.weight.grad, linear.weight.grad]
-    assert_equal(got, [expected.detach(), same.grad, together[0].weight.grad, together[2].weight.grad])
+    got = results_of(lambda x: linear(apart(x)), matrix(), recipe=RECIPES[name], module=torch.nn.ModuleList([norm, linear]))
+    assert_equal(got, results_of(together, matrix(), recipe=RECIPES[name]))
 
 
 def test_the_norm_writes_the_codes_that_are_handed_over() -> None:

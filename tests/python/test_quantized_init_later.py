@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
+from support import saved_and_loaded
 from test_quantized_model_init import E4M3, MAKERS, RECIPES, call, check_codes, made, numbers_of
 
 import tandem
@@ -91,13 +91,10 @@ def test_parameters_of_others_that_are_assigned_stay_plain():
 def test_a_state_dict_of_codes_keeps_every_bit(make, names, recipe, assign, device):
     torch.manual_seed(1)
     source = made(make, recipe, device=None)
-    file = io.BytesIO()
-    torch.save(source.state_dict(), file)
-    file.seek(0)
     module = made(make, recipe, device=device)
     if device == "meta" and not assign:
         module.to_empty(device="cpu")
-    module.load_state_dict(torch.load(file, weights_only=True), assign=assign)
+    module.load_state_dict(saved_and_loaded(source.state_dict()), assign=assign)
     for name, param in module.named_parameters():
         theirs = source.get_parameter(name)
         assert torch.equal(getattr(param, "rowwise_data", param), getattr(theirs, "rowwise_data", theirs))

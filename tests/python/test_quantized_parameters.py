@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
-from support import llama_mlp, randomize
+from support import llama_mlp, randomize, results_of, saved_and_loaded
 
 import tandem
 from tandem import ops
@@ -48,13 +47,7 @@ def test_without_a_recipe_the_decoded_numbers_count(quantizer, dtype):
     model = quantized(randomize(llama_mlp(16, 40)).to(dtype), quantizer)
     expected = decoded(model)
     x = torch.randn(5, 16, dtype=dtype)
-    results = []
-    for module in (model, expected):
-        leaf = x.clone().requires_grad_()
-        y = module(leaf)
-        y.backward(torch.ones_like(y))
-        results.append([y, leaf.grad, *[param.grad for param in module.parameters()]])
-    for actual, wanted in zip(*results, strict=True):
+    for actual, wanted in zip(results_of(model, x), results_of(expected, x), strict=True):
         assert type(actual) is torch.Tensor
         assert torch.equal(actual, wanted)
 
@@ -114,10 +107,7 @@ def test_state_dicts_hold_the_parts(quantizer):
     if quantizer is FOUR:
         parts = [*parts[:2], "amax_rowwise", *parts[2:], "amax_columnwise"]
     assert [name for name in linear.state_dict() if "weight" in name] == [f"weight.{part}" for part in (*parts, "quantizer")]
-    file = io.BytesIO()
-    torch.save(linear.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = saved_and_loaded(linear.state_dict())
     assert all(type(tensor) is torch.Tensor for tensor in loaded.values())
     other.load_state_dict(loaded)
     for part in parts:
@@ -145,19 +135,12 @@ def test_a_state_dict_without_its_quantizer_lacks_a_key():
 @pytest.mark.parametrize(
     ("quantizer", "recipe"), [(CURRENT, None), (CURRENT, Float8CurrentScaling()), (FOUR, None), (FOUR, NVFP4BlockScaling(disable_stochastic_rounding=True))]
 )
-def test_compiled_calls_equal_eager_ones(backend, quantizer, recipe):
-    torch._dynamo.reset()
+def test_compiled_calls_equal_eager_ones(backend, quantizer, recipe, fresh_dynamo):
     torch.manual_seed(0)
     linear = quantized(randomize(ops.Linear(16, 8)), quantizer)
     compiled = torch.compile(linear, fullgraph=True, backend=backend)
     x = torch.randn(4, 16)
-    results = []
-    for call in (compiled, linear):
-        leaf = x.clone().requires_grad_()
-        with tandem.autocast(enabled=recipe is not None, recipe=recipe):
-            y = call(leaf)
-        results.append([y, *torch.autograd.grad(y.square().sum(), [leaf, linear.weight, linear.bias])])
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(results_of(compiled, x, recipe=recipe), results_of(linear, x, recipe=recipe))
 
 
 def test_codes_of_one_direction_suffice_where_only_these_are_read():

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
+import recipes
 import torch
 from masters import train_with_masters
+from support import results_of, saved_and_loaded
 
 import tandem
 from tandem import ops
 from tandem.pipelines.joined import are_adjacent
-from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tandem.recipe import CustomRecipe, DelayedScaling
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 E4M3 = torch.float8_e4m3fn
-RECIPES = {
-    "current": Float8CurrentScaling(),
-    "delayed": DelayedScaling(amax_history_len=4),
-    "mxfp8": MXFP8BlockScaling(),
-    "blocks": Float8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "lines": CustomRecipe(lambda role: tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)),
-}
+RECIPES = recipes.RECIPES | {"lines": CustomRecipe(lambda role: tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1))}
 EACH = pytest.mark.parametrize("name", RECIPES)
 MAKERS = pytest.mark.parametrize("make", [ops.Linear, tandem.Linear, tandem.LayerNormLinear], ids=["ops.Linear", "Linear", "LayerNormLinear"])
 
@@ -38,14 +32,6 @@ def made(name, split, make=ops.Linear, columns=64, **arguments):
 
 def weights(module):
     return {name: param for name, param in module.named_parameters() if isinstance(param, tandem.QuantizedTensor)}
-
-
-def gradients(module, x, grad, recipe):
-    x = x.clone().requires_grad_()
-    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
-        y = module(x)
-    params = [*module.parameters()]
-    return y, *torch.autograd.grad(y, [x, *params], grad)
 
 
 @EACH
@@ -79,8 +65,8 @@ def test_codes_in_whole_blocks_are_the_operand(name, last):
     whole.bias = torch.nn.Parameter(torch.cat([parts.a_bias, parts.b_bias, parts.c_bias]).detach())
     x, grad = torch.randn(40, 160), torch.randn(40, sum(split.values()))
     for each in (recipe, None):
-        y, grad_x, *of_parts = gradients(parts, x, grad, each)
-        wanted_y, wanted_x, grad_weight, grad_bias = gradients(whole, x, grad, each)
+        y, grad_x, *of_parts = results_of(parts, x, grad, each)
+        wanted_y, wanted_x, grad_weight, grad_bias = results_of(whole, x, grad, each)
         tolerance = {"rtol": 0, "atol": 0 if each else 1e-5}
         torch.testing.assert_close(y, wanted_y, **tolerance)
         torch.testing.assert_close(grad_x, wanted_x, **tolerance)
@@ -102,13 +88,13 @@ def test_numbers_that_no_whole_has_codes_for_are_multiplied_as_they_are(name, sp
     module, recipe = made(name, split, bias=False), RECIPES[name]
     numbers = torch.cat([param.dequantize() for param in weights(module).values()]).double()
     x, grad = torch.randn(32, 64), torch.randn(32, sum(split.values()))
-    y, grad_x, *of_parts = gradients(module, x, grad, recipe)
+    y, grad_x, *of_parts = results_of(module, x, grad, recipe)
     if recipe.delayed():
-        y, grad_x, *of_parts = gradients(module, x, grad, recipe)  # the scales of the first call are ones
+        y, grad_x, *of_parts = results_of(module, x, grad, recipe)  # the scales of the first call are ones
     one = CustomRecipe(lambda role: None)
     quantized_x = _as_the_recipe_has_it(x, recipe).double()
     torch.testing.assert_close(y.double(), quantized_x @ numbers.t(), rtol=0, atol=2e-5 * y.abs().max().item())
-    assert not torch.equal(gradients(module, x, grad, one)[0], y), "x is rounded"
+    assert not torch.equal(results_of(module, x, grad, one)[0], y), "x is rounded"
     assert (grad_x.double() - grad.double() @ numbers).norm() < 0.2 * grad_x.norm()
     assert all(torch.isfinite(each).all() for each in of_parts)
     box = ops.Sequential(module)
@@ -134,7 +120,7 @@ def test_backward_overrides(name, override):
     module = made(name, {"a": 128, "b": 64}, bias=False)
     numbers = torch.cat([param.dequantize() for param in weights(module).values()])
     x, grad = torch.randn(32, 64), torch.randn(32, 192)
-    grad_x = gradients(module, x, grad, recipe)[1]
+    grad_x = results_of(module, x, grad, recipe)[1]
     tolerance = 0.1 if name == "delayed" else 1e-6
     assert (grad_x - grad @ numbers).norm() <= tolerance * grad_x.norm()
 
@@ -158,10 +144,7 @@ def test_states_copies_and_pickles(name):
     recipe, split = RECIPES[name], {"gate": 128, "up": 128}
     module, other = made(name, split), made(name, split)
     other.reset_parameters()
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    state = saved_and_loaded(module.state_dict())
     assert {key.split(".")[0] for key in state} == {"gate_weight", "up_weight", "gate_bias", "up_bias"}
     assert "up_weight.rowwise_data" in state and all(type(value) is torch.Tensor for value in state.values())
     other.load_state_dict(state)
@@ -186,7 +169,7 @@ def test_codes_lie_in_one_memory_and_are_written_there():
     for part in ("rowwise_data", "columnwise_data"):
         assert are_adjacent([getattr(module.a_weight, part), getattr(module.b_weight, part)])
     x, recipe = torch.randn(4, 64), RECIPES["mxfp8"]
-    before = gradients(module, x, torch.randn(4, 256), recipe)[0]
+    before = results_of(module, x, torch.randn(4, 256), recipe)[0]
     module.b_weight.quantize_(torch.zeros(128, 64))
     with tandem.autocast(recipe=recipe):
         after = module(x)
@@ -229,13 +212,8 @@ def test_compiled_code_computes_the_same(name, split):
             return module(x)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    grad, results = torch.randn(8, 96), []
-    x = torch.randn(8, 64)
-    for each in (compiled, call):
-        leaf = x.clone().requires_grad_()
-        y = each(leaf)
-        results.append([y, *torch.autograd.grad(y, [leaf, *module.parameters()], grad)])
-    torch.testing.assert_close(*results)
+    x, grad = torch.randn(8, 64), torch.randn(8, 96)
+    torch.testing.assert_close(results_of(compiled, x, grad, module=module), results_of(call, x, grad, module=module))
 
 
 @EACH

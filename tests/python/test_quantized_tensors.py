@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from support import saved_and_loaded
 
 import tandem
 from tandem import ops
@@ -107,10 +107,7 @@ def test_gradients_go_through_views():
 def test_pickles_and_copies_of_any_shape(quantizer, shape):
     codes = tandem.quantize(torch.randn(shape).bfloat16(), quantizer)
     codes.note = "kept"
-    file = io.BytesIO()
-    torch.save({"weight": codes, "again": codes}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = saved_and_loaded({"weight": codes, "again": codes})
     assert loaded["weight"] is loaded["again"] and loaded["weight"].note == "kept"
     for other in (loaded["weight"], pickle.loads(pickle.dumps(codes)), copy.deepcopy(codes), codes.clone(), codes.detach()):
         same(other, codes)
@@ -316,10 +313,7 @@ def test_copies_are_read_as_plain_tensors():
     for view, wanted in ((codes.t(), numbers.t()), (codes.view(-1), numbers.view(-1)), (codes[3], numbers[3]), (codes.t()[:5].unsqueeze(0), numbers.t()[:5].unsqueeze(0))):
         assert view.shape == wanted.shape and view.stride() == wanted.stride()
         assert torch.equal(view, wanted) and (view.numpy() == wanted.numpy()).all() and view.tolist() == wanted.tolist()
-        file = io.BytesIO()
-        torch.save(view, file)
-        file.seek(0)
-        for other in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), torch.load(file, weights_only=True), view.clone(), view.contiguous() + 0):
+        for other in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), saved_and_loaded(view), view.clone(), view.contiguous() + 0):
             assert type(other) is torch.Tensor and torch.equal(other, wanted)
     view = codes.t().clone()
     view.zero_()

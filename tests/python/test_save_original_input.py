@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import assert_equal, bytes_kept, results_of
 
 import tandem
 from tandem import ops
@@ -38,7 +39,7 @@ def step(linear: torch.nn.Module, x: torch.Tensor, recipe: Any) -> tuple[list[to
 def test_the_bits_are_those_of_kept_codes_and_no_codes_of_x_are_kept(name: str, dtype: torch.dtype) -> None:
     recipe = getattr(tandem.recipe, name)
     given, coded = (step(*product(saves, dtype=dtype), recipe()) for saves in (True, False))
-    torch.testing.assert_close(given[0], coded[0], rtol=0, atol=0)
+    assert_equal(given[0], coded[0])
     codes_of_x = ROWS * HIDDEN // 2 if name == "NVFP4BlockScaling" else ROWS * HIDDEN
     assert coded[1] - given[1] >= codes_of_x - 8  # scales and seeds, of a few bytes, are kept in their place
     weight_codes = HIDDEN * HIDDEN if name == "DelayedScaling" else 0
@@ -51,7 +52,7 @@ def test_a_cast_input_is_cast_again() -> None:
         linear, x = product(saves)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             kept.append(step(linear, x, tandem.recipe.Float8CurrentScaling()))
-    torch.testing.assert_close(kept[0][0], kept[1][0], rtol=0, atol=0)
+    assert_equal(kept[0][0], kept[1][0])
     assert kept[0][1] <= 16 < kept[1][1]
 
 
@@ -61,21 +62,17 @@ def test_behind_another_op_its_result_is_kept() -> None:
     boxes[1].load_state_dict(boxes[0].state_dict())
     results = []
     for box in boxes:
-        x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        torch.manual_seed(7)
-        with tandem.autocast(recipe=tandem.recipe.Float8CurrentScaling()):
-            y = box(x)
-        y.square().sum().backward()
-        results.append((y, x.grad, box[1].weight.grad, box.saved_bytes()))
-    torch.testing.assert_close(results[0][:3], results[1][:3], rtol=0, atol=0)
-    assert results[0][3] - results[1][3] > 3 * ROWS * HIDDEN - 64
+        x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(0))
+        results.append((results_of(box, x, recipe=tandem.recipe.Float8CurrentScaling(), seed=7), box.saved_bytes()))
+    assert_equal(results[0][0], results[1][0])
+    assert results[0][1] - results[1][1] > 3 * ROWS * HIDDEN - 64
 
 
 @pytest.mark.parametrize("override", ["dequantized", "high_precision"])
 def test_with_an_override_of_backward(override: str) -> None:
     recipe = tandem.recipe.Float8CurrentScaling
     given, coded = (step(*product(saves), recipe(backward_override=override)) for saves in (True, False))
-    torch.testing.assert_close(given[0], coded[0], rtol=0, atol=0)
+    assert_equal(given[0], coded[0])
     assert given[1] <= 16
 
 
@@ -123,15 +120,10 @@ def test_compiled(name: str, fresh_dynamo: None) -> None:
     for is_compiled in (False, True):
         linear, x = product(True)
         call = torch.compile(linear, fullgraph=True, backend="aot_eager") if is_compiled else linear
-        x = x.requires_grad_()
-        torch.manual_seed(2)
-        with tandem.autocast(recipe=recipe):
-            y = call(x)
-        y.sum().backward()
-        results.append([y, x.grad, linear.weight.grad])
+        results.append(results_of(call, x, recipe=recipe, seed=2))
     if name == "NVFP4BlockScaling":  # compiled code draws other seeds
         return
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert_equal(*results)
 
 
 def test_plain_functions_leave_the_codes_out() -> None:
@@ -171,18 +163,10 @@ def test_a_layer_keeps_no_more_than_without_a_recipe(name: str) -> None:
     def kept(recipe: Any) -> int:
         torch.manual_seed(0)
         layer = tandem.TransformerLayer(64, 256, 4, hidden_dropout=0, attention_dropout=0)
-        known = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-        held: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
         x = torch.randn(32, 2, 64, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), tandem.autocast(enabled=recipe is not None, recipe=recipe):
-            y = layer(x)
+        with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+            y, size = bytes_kept(lambda: layer(x), *layer.parameters())
         y.sum().backward()
-        return sum(held[storage] for storage in held.keys() - known)
+        return size
 
     assert kept(getattr(tandem.recipe, name)()) <= kept(None) * 1.001
