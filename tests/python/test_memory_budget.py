@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from support import llama_mlp, randomize
+from python_ops import op_of
+from support import bytes_kept, fork, join, llama_mlp, randomize
 
 import tandem
 import tandem.ops as ops
@@ -42,16 +43,16 @@ def generated(seed, width=32, most=12):
             here //= 2
         elif kind == "fork":
             open_channels.append((here, f"c{len(modules)}"))
-            modules.append(ops.MakeExtraOutput().set_extra_output_channel(0, f"c{len(modules)}", output_to_caller=False))
+            modules.append(fork(f"c{len(modules)}"))
         elif kind == "join" and any(known == here for known, _ in open_channels):
             channel = next(pair for pair in open_channels if pair[0] == here)
             open_channels.remove(channel)
-            modules.append(ops.AddExtraInput().set_extra_input_channel(0, channel[1]))
+            modules.append(join(channel[1]))
     for known, name in open_channels:  # each is read
         if known != here:
             modules.append(ops.Linear(here, known, bias=False))
             here = known
-        modules.append(ops.AddExtraInput().set_extra_input_channel(0, name))
+        modules.append(join(name))
     return randomize(ops.Sequential(*modules or [ops.GELU()]))
 
 
@@ -215,20 +216,26 @@ def test_a_seed_is_no_bytes_of_a_row():
     assert box.saved_bytes() <= CONSTANT
 
 
-def test_experts_within_a_budget():
-    torch.manual_seed(0)
-    box = randomize(ops.Sequential(ops.GroupedLinear(4, 16, 32), ops.ScaledSwiGLU(), ops.GroupedLinear(4, 16, 8)))
-    x, splits, scales = torch.randn(10, 16, requires_grad=True), torch.tensor([3, 0, 5, 2]), torch.rand(10, requires_grad=True)
+@pytest.mark.parametrize(
+    ("unit", "recipe", "shares"),
+    [(ops.ScaledSwiGLU, None, (2.0, 0.5, 0.25, 0.0)), (ops.SwiGLU, None, (0.5,)), (ops.SwiGLU, tandem.recipe.MXFP8BlockScaling(), (0.5,))],
+)
+def test_experts(unit, recipe, shares):
+    box = randomize(ops.Sequential(ops.GroupedLinear(4, 64, 128), unit(), ops.GroupedLinear(4, 64, 64)))
+    x, splits = torch.randn(64, 64, requires_grad=True), torch.tensor([16, 0, 32, 16])
+    scales = [torch.rand(64, requires_grad=True)] if unit is ops.ScaledSwiGLU else []
 
-    def call():
-        y = box(x, splits, scales, splits)
-        return [y, *torch.autograd.grad(y.pow(2).sum(), [x, scales, *box.parameters()])]
+    def run():
+        y = box(x, splits, *scales, splits)
+        return [y.detach(), *torch.autograd.grad(y.pow(2).sum(), [x, *scales, *box.parameters()])]
 
-    expected = call()
-    for budget in (1e9, 130, 70, 0):
-        with tandem.memory_budget(budget):
-            assert same(call(), expected)
-        assert box.saved_bytes() <= 10 * budget
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        expected = run()
+        whole = box.saved_bytes()
+        for share in shares:
+            with tandem.memory_budget(share * whole / 64):
+                assert same(run(), expected)
+            assert box.saved_bytes() <= share * whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -336,19 +343,9 @@ def test_checkpoint_recomputes_within_the_budget():
     assert box.saved_bytes() == 0
 
 
-class Doubles(ops.BasicOperation):
-    def op_forward_compute(self, input_, **_):
-        return input_ * 2, ()
-
-    def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **_):
-        pass
-
-    def op_backward(self, ctx, grad_output):
-        return grad_output * 2, ()
-
-
 def test_what_cannot_run_again_is_the_minimum():
-    box, x = ops.Sequential(ops.Linear(8, 16), Doubles(), ops.Linear(16, 4)), torch.randn(4, 8, requires_grad=True)
+    doubles = op_of(lambda x: x * 2, lambda grad: grad * 2)()
+    box, x = ops.Sequential(ops.Linear(8, 16), doubles, ops.Linear(16, 4)), torch.randn(4, 8, requires_grad=True)
     expected = results(box, x)
     with pytest.raises(ValueError) as error, tandem.memory_budget(63.5):
         box(x)
@@ -387,23 +384,9 @@ def test_a_region_is_left_where_it_was_entered():
     inner.__exit__(None, None, None)
 
 
-def saved_by(function, x):
-    """Bytes that autograd keeps of a call, parameters and x aside."""
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = function(x)
-    return y, kept
-
-
 def test_compiled_code_keeps_to_the_budget():
     torch.manual_seed(0)
     box, x = randomize(ops.Sequential(*llama_mlp(16, 32))), torch.randn(64, 16, requires_grad=True)
-    arguments = {tensor.untyped_storage().data_ptr() for tensor in (x, *box.parameters())}
     expected = results(box, x)
     sizes = {}
     for name, budget in (("none", None), ("least", 0)):
@@ -413,8 +396,7 @@ def test_compiled_code_keeps_to_the_budget():
                 return box(x)
 
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")
-        y, kept = saved_by(compiled, x)
-        sizes[name] = sum(size for address, size in kept.items() if address not in arguments)
+        y, sizes[name] = bytes_kept(lambda: compiled(x), x, *box.parameters())  # noqa: B023
         torch.manual_seed(1)
         gradients = torch.autograd.grad(y, [x, *box.parameters()], torch.randn_like(y))
         torch.testing.assert_close([y, *gradients], expected)
@@ -510,24 +492,6 @@ def test_gradients_of_weights_that_come_later():
         x.grad = None
         box.zero_grad()
     assert same(*found)
-
-
-@pytest.mark.parametrize("recipe", [None, tandem.recipe.MXFP8BlockScaling()], ids=lambda recipe: type(recipe).__name__)
-def test_experts(recipe):
-    splits = torch.tensor([16, 0, 32, 16])
-    box = randomize(ops.Sequential(ops.GroupedLinear(4, 64, 128), ops.SwiGLU(), ops.GroupedLinear(4, 64, 64)))
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def run():
-        grads = torch.autograd.grad(y := box(x, splits, splits), [x, *box.parameters()], torch.ones(64, 64))
-        return [y.detach(), *grads]
-
-    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
-        expected = run()
-        whole = box.saved_bytes()
-        with tandem.memory_budget(0.5 * whole / 64):
-            assert same(run(), expected)
-        assert box.saved_bytes() <= 0.5 * whole
 
 
 def test_a_sum_into_the_callers_tensor_behind_a_product_fits_a_budget():

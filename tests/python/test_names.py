@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from python_ops import SplitScale
 from test_fusions_python import JointSquare, replacing
 
 import tandem.ops as ops
@@ -22,24 +23,11 @@ def test_a_joint_fusion_may_have_any_name(name):
         torch.testing.assert_close(torch.autograd.grad(y.sum() + 3 * second.sum() + first.sum(), x)[0], 8 * x + 1)
 
 
-def op_called(name):
-    def compute(self, input_, **unused):
-        return input_ * 3, ()
-
-    def save(self, ctx, input_, tensors_to_save, **unused):
-        pass
-
-    def backward(self, ctx, grad_output):
-        return grad_output * 3, ()
-
-    return type(name, (ops.BasicOperation,), {"op_forward_compute": compute, "op_forward_save_ctx": save, "op_backward": backward})()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_an_op_may_have_any_name(name):
     x = torch.randn(4, 8, requires_grad=True)
-    linear, bias = ops.BasicLinear(8, 8), ops.Bias(8)
-    y, extra = ops.Sequential(linear, bias, op_called(name), ops.MakeExtraOutput(), op_called(name))(x)
+    linear, bias, op = ops.BasicLinear(8, 8), ops.Bias(8), type(name, (SplitScale,), {})  # y = 3 x
+    y, extra = ops.Sequential(linear, bias, op(), ops.MakeExtraOutput(), op())(x)
     z = (x @ linear.weight.t() + bias.bias) * 3
     torch.testing.assert_close((y, extra), (3 * z, z))
     ours = torch.autograd.grad(y.sum() + extra.square().sum(), [x, linear.weight, bias.bias])

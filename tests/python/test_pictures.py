@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
+from python_ops import op_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import tandem
@@ -101,15 +102,8 @@ def test_times_that_are_no_numbers_are_told_with_their_step(mlp, time):
 
 
 def test_names_that_are_no_xml_are_escaped(without_graphviz):
-    class Odd(ops.BasicOperation):
-        def op_forward(self, ctx, input_, **_):
-            return input_ * 1
-
-        def op_backward(self, ctx, grad_output):
-            return grad_output, ()
-
-    Odd.__name__ = 'A<"&\\'
-    box = ops.Sequential(Odd(), ops.GELU())
+    odd = op_of(lambda x: x * 1, lambda grad: grad, 'A<"&\\')
+    box = ops.Sequential(odd(), ops.GELU())
     box(torch.randn(2, requires_grad=True)).sum().backward()
     named(box.explain("svg"))
     assert 'label="0.A<\\"&\\\\.saved' in box.explain("dot")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from python_ops import op_of
 
 import tandem.ops as ops
 
@@ -73,17 +74,7 @@ def test_an_unused_output_gives_zeros_and_none():
 
 
 def test_results_have_the_dtype_to_which_the_tensors_promote():
-    class Widens(ops.BasicOperation):
-        def op_forward_compute(self, input_, **unused):
-            return input_.double(), ()
-
-        def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **unused):
-            pass
-
-        def op_backward(self, ctx, grad_output):
-            return grad_output.double(), ()
-
-    model = ops.Sequential(Widens(), ops.MakeExtraOutput())
+    model = ops.Sequential(op_of(torch.Tensor.double, torch.Tensor.double)(), ops.MakeExtraOutput())
     with pytest.raises(TypeError, match="expected the output in Float, to which the op's tensors promote, got Double"):
         model(torch.randn(4, requires_grad=True))
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
@@ -187,16 +178,8 @@ def test_errors_tell_where_a_dtype_is_declared(declared, text):
 
 
 def test_an_op_that_returns_integers_has_no_gradient():
-    class Counts(ops.BasicOperation):
-        output_dtype = torch.int64
-
-        def op_forward(self, ctx, input_, **_):
-            return (input_ > 0).sum(-1)
-
-        def op_backward(self, ctx, grad_output):
-            raise AssertionError
-
-    y = ops.Sequential(ops.GELU(), Counts())(torch.randn(3, 8, requires_grad=True))
+    counts = op_of(lambda x: (x > 0).sum(-1), None, output_dtype=torch.int64)()
+    y = ops.Sequential(ops.GELU(), counts)(torch.randn(3, 8, requires_grad=True))
     assert y.dtype == torch.int64 and not y.requires_grad
 
 
@@ -255,17 +238,8 @@ def test_results_have_no_history_of_their_own(how):
 
 @pytest.mark.parametrize("count", [(1, 0), (0, 1)])
 def test_an_op_forward_has_no_extra_tensors(count):
-    class Half(ops.BasicOperation):
-        num_extra_inputs, num_extra_outputs = count
-
-        def op_forward(self, ctx, input_, **_):
-            return input_
-
-        def op_backward(self, ctx, grad_output):
-            return grad_output, ()
-
-    x = torch.ones(1)
+    make, x = op_of(lambda x: x, lambda grad: grad, "Half", num_extra_inputs=count[0], num_extra_outputs=count[1]), torch.ones(1)
     text = rf"Half: expected a forward for its {count[0]} extra inputs and {count[1]} extra outputs, got op_forward, .* It should override `fuser_forward`"
-    for call in (Half(), ops.Sequential(Half()), ops.Sequential(ops.GELU(), Half())):
+    for call in (make(), ops.Sequential(make()), ops.Sequential(ops.GELU(), make())):
         with pytest.raises(RuntimeError, match=text):
             call(x, *[x] * count[0])

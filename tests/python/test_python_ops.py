@@ -10,8 +10,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from python_ops import SplitScale, SplitSwap, WholeSin, WholeSwap
-from support import AsksFunctions
+from python_ops import SplitScale, SplitSwap, WholeSin, WholeSwap, op_of
+from support import AsksFunctions, fork
 
 import tandem
 import tandem.ops as ops
@@ -46,10 +46,7 @@ def test_extra_inputs_and_outputs(swap):
     assert torch.equal(grads[0], torch.full((3,), 15.0))
     alone = swap()(x, extra)
     assert torch.equal(alone[0], 2 * extra) and torch.equal(alone[1], 3 * x)
-    loop = ops.Sequential(
-        ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False), swap().set_extra_input_channel(0, "a")
-    )
-    y, other = loop(x)
+    y, other = ops.Sequential(fork("a"), swap().set_extra_input_channel(0, "a"))(x)
     assert torch.equal(torch.autograd.grad(y.sum() + other.sum(), x)[0], torch.full((3,), 5.0))
 
 
@@ -139,19 +136,12 @@ def test_none_for_a_gradient_means_zero():
         def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
             return None, [(None,)], [(None,)]
 
-    class Stops(ops.BasicOperation):
-        def op_forward(self, ctx, input_, **_):
-            return input_.sum(-1)
-
-        def op_backward(self, ctx, grad_output):
-            return None, ()
-
     op, x, extra = Passes(), torch.randn(3, 4, requires_grad=True), torch.randn(3, 2, requires_grad=True)
     for run in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
         y, other = run(x, extra)
         grads = torch.autograd.grad(y.sum() + other.sum(), (x, extra, op.weight))
         assert [tuple(grad.shape) for grad in grads] == [(3, 4), (3, 2), (2, 2)] and not any(grad.any() for grad in grads)
-    box = ops.Sequential(ops.Linear(4, 4), Stops())
+    box = ops.Sequential(ops.Linear(4, 4), op_of(lambda x: x.sum(-1), lambda grad: None)())
     box(x).sum().backward()
     assert not x.grad.any() and not box[0].weight.grad.any()
 

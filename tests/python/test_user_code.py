@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from python_ops import op_of
+from support import fork
 from torch.nn import functional as F
 
 import tandem
@@ -21,14 +23,7 @@ class Sigmoid(ops.BasicOperation):
         return grad_output * y * (1 - y), ()
 
 
-class DoubleInPlace(ops.BasicOperation):
-    """Overwrites its input."""
-
-    def op_forward(self, ctx, input_, **unused):
-        return input_.mul_(2)
-
-    def op_backward(self, ctx, grad_output):
-        return 2 * grad_output, ()
+DoubleInPlace = op_of(lambda x: x.mul_(2), lambda grad: 2 * grad)  # overwrites its input
 
 
 class TripleExtraInPlace(ops.BasicOperation):
@@ -48,10 +43,8 @@ def test_a_write_to_what_an_earlier_op_keeps_raises():
     x = torch.randn(8, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match=WRITTEN):
         ops.Sequential(Sigmoid(), DoubleInPlace())(x)
-    start = ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False)
-    end = TripleExtraInPlace().set_extra_input_channel(0, "r")
     with pytest.raises(RuntimeError, match=WRITTEN):
-        ops.Sequential(ops.Linear(16, 16), start, ops.SiLU(), end)(x)
+        ops.Sequential(ops.Linear(16, 16), fork("r"), ops.SiLU(), TripleExtraInPlace().set_extra_input_channel(0, "r"))(x)
 
 
 def test_a_write_to_what_nothing_keeps_is_right():
@@ -64,20 +57,10 @@ def test_a_write_to_what_nothing_keeps_is_right():
         torch.testing.assert_close(ops.Sequential(Sigmoid(), DoubleInPlace())(x), 2 * torch.sigmoid(x))
 
 
-class Transposed(ops.BasicOperation):
-    """Returns a gradient of a wrong shape."""
-
-    def op_forward(self, ctx, input_, **unused):
-        return input_ * 1
-
-    def op_backward(self, ctx, grad_output):
-        return grad_output.t().contiguous(), ()
-
-
 @pytest.mark.parametrize("shape", [(64, 16), (-1, 16)])
 def test_a_gradient_of_another_shape_behind_a_reshape_raises(shape):
     x = torch.randn(16, 64, requires_grad=True)
-    y = ops.Sequential(ops.Reshape(shape), Transposed())(x)
+    y = ops.Sequential(ops.Reshape(shape), op_of(lambda x: x * 1, lambda grad: grad.t().contiguous())())(x)
     with pytest.raises(ValueError, match=r"reshape: expected a gradient of shape \[-?\d+, 16\], got \[16, 64\]. Return a gradient of the shape"):
         y.sum().backward()
 
