@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from recipes import RECIPES
 from test_quantized_model_init import QUANTIZERS, numbers_of
-from test_quantized_sharding import MADE
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -77,7 +77,7 @@ def some_numbers():
 
 def check_full_state_dict(rank, size, name, broadcast, emptied):
     """From rank 0, or from each."""
-    recipe, numbers = MADE[name], some_numbers()
+    recipe, numbers = RECIPES[name], some_numbers()
     model = sharded(recipe)
     if emptied:
         model.to_empty(device="cpu")
@@ -88,7 +88,7 @@ def check_full_state_dict(rank, size, name, broadcast, emptied):
 
 def check_second_load(rank, size, name):
     """Before and behind the first call: into what is in codes."""
-    recipe, numbers = MADE[name], some_numbers()
+    recipe, numbers = RECIPES[name], some_numbers()
     model = sharded(recipe).to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     for factor in (3.0, 1.0):
@@ -104,7 +104,7 @@ def check_second_load(rank, size, name):
 
 def check_reset(rank, size, name, emptied):
     """As TransformerEngine's examples: shard, then reset each module. Values are drawn by each rank on the CPU, so they are written first to be known."""
-    recipe = MADE[name]
+    recipe = RECIPES[name]
     model = sharded(recipe)
     if emptied:
         model.to_empty(device="cpu")
@@ -124,7 +124,7 @@ def check_reset(rank, size, name, emptied):
 
 
 def check_written_in_place(rank, size, name):
-    recipe, numbers = MADE[name], some_numbers()
+    recipe, numbers = RECIPES[name], some_numbers()
     for finish in (True, False):
         model = sharded(recipe, keeps=False).to_empty(device="cpu")
         with torch.no_grad():
@@ -141,7 +141,7 @@ def check_written_in_place(rank, size, name):
 
 def check_checkpoint(rank, size, name, folder):
     """Plain shards saved by torch.distributed.checkpoint, read into plain shards on the way to codes, and into codes."""
-    recipe, numbers = MADE[name], some_numbers()
+    recipe, numbers = RECIPES[name], some_numbers()
     plain = model_of()
     plain.load_state_dict(numbers)
     fully_shard(plain)
@@ -156,7 +156,7 @@ def check_checkpoint(rank, size, name, folder):
 
 def check_checkpoint_of_codes(rank, size, name, folder):
     """Shards in codes are saved as their numbers, and read into shards in codes and into plain weights that nobody shares."""
-    recipe, numbers = MADE[name], some_numbers()
+    recipe, numbers = RECIPES[name], some_numbers()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model, other = (sharded(recipe, keeps=False) for _ in range(2))
     set_model_state_dict(model, dict(numbers) if rank == 0 else {}, options=options)
@@ -177,7 +177,7 @@ def check_checkpoint_of_codes(rank, size, name, folder):
 
 def check_uneven(rank, size, name, given):
     """Rows of which the last of three ranks has fewer, or none, made on the meta device."""
-    recipe, rows = MADE[name], UNEVEN[name]
+    recipe, rows = RECIPES[name], UNEVEN[name]
     torch.manual_seed(0)
     numbers = torch.randn(rows, 64)
     with tandem.quantized_model_init(recipe=recipe):
@@ -208,7 +208,7 @@ def check_placements(rank, size):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("tp", "dp"))
-    with tandem.quantized_model_init(recipe=MADE["mxfp8"]):
+    with tandem.quantized_model_init(recipe=RECIPES["mxfp8"]):
         layer = ops.Linear(64, 64, bias=False, device="meta")
     layer._parameters["weight"] = torch.nn.Parameter(distribute_tensor(torch.ones(64, 64), mesh, [Shard(1), Shard(0)]))
     with pytest.raises(ValueError, match="quantized_model_init: expected weights that ranks share in one dimension of their mesh, got 2: .*. Share them by fully_shard"):
@@ -222,7 +222,7 @@ CHECKS = [
     (check_reset, (False,)),
     (check_written_in_place, ()),
 ]
-EACH = pytest.mark.parametrize("name", MADE)
+EACH = pytest.mark.parametrize("name", RECIPES)
 
 
 def id_of(value):

@@ -7,6 +7,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import recipes
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tandem
 from tandem import ops
-from tandem.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tandem.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 RECIPES = {"current": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True)}
 
@@ -43,6 +44,27 @@ def trained(model, masters, recipe, shards, steps=3):
     return losses
 
 
+def check_gathered(model, wanted):
+    """Each rank gathers the codes that are wanted of the parameters by name."""
+    model.unshard()
+    for name, codes in wanted.items():
+        same(model.get_parameter(name).detach(), codes)
+    model.reshard()
+
+
+def check_training(model, whole, numbers, recipe, rank, size):
+    """Shards with master copies of these numbers learn what one process learns with the whole; the copies of this rank."""
+    masters = {name: value.chunk(size)[rank].clone().requires_grad_() for name, value in numbers.items()}
+    wholes = {name: value.clone().requires_grad_() for name, value in numbers.items()}
+    losses = torch.tensor(trained(model, masters, recipe, (rank, size)))
+    dist.all_reduce(losses)
+    expected = torch.tensor(trained(whole, wholes, recipe, (0, 1)))
+    torch.testing.assert_close(losses / size, expected, rtol=0.02, atol=1e-4)
+    for name, master in masters.items():
+        assert (master - wholes[name].chunk(size)[rank]).abs().max() < 0.01
+    return masters
+
+
 def check_fsdp(rank: int, size: int, name: str) -> None:
     recipe = RECIPES[name]
     quantizer = tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True) if name == "current" else QUANTIZERS[name]
@@ -55,24 +77,11 @@ def check_fsdp(rank: int, size: int, name: str) -> None:
     fully_shard(model)
     shard = model[0].weight.to_local()
     assert isinstance(shard, tandem.QuantizedTensor) and shard.shape[0] == 128 // size
-    wanted = {name: param.detach() for name, param in whole.named_parameters() if name in numbers}
     with torch.no_grad(), tandem.autocast(recipe=recipe):
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
         assert torch.equal(model(x), whole(x))
-    model.unshard()
-    for name_, param in model.named_parameters():
-        if name_ in wanted:
-            assert isinstance(param, tandem.QuantizedTensor)
-            same(param.detach(), wanted[name_].detach())
-    model.reshard()
-    masters = {name: value.chunk(size)[rank].clone().requires_grad_() for name, value in numbers.items()}
-    wholes = {name: value.clone().requires_grad_() for name, value in numbers.items()}
-    losses = torch.tensor(trained(model, masters, recipe, (rank, size)))
-    dist.all_reduce(losses)
-    expected = torch.tensor(trained(whole, wholes, recipe, (0, 1)))
-    torch.testing.assert_close(losses / size, expected, rtol=0.02, atol=1e-4)
-    for name_, master in masters.items():
-        assert (master - wholes[name_].chunk(size)[rank]).abs().max() < 0.01
+    check_gathered(model, {name: whole.get_parameter(name).detach() for name in numbers})
+    check_training(model, whole, numbers, recipe, rank, size)
 
 
 def check_fsdp_errors(rank: int, size: int) -> None:
@@ -126,59 +135,25 @@ def check_amax(rank: int, size: int) -> None:
         tandem.quantize(torch.ones(4), tandem.NVFP4Quantizer(with_amax_reduction=True))
 
 
-MADE = {
-    "current": Float8CurrentScaling(),
-    "delayed": DelayedScaling(amax_history_len=4),
-    "mxfp8": MXFP8BlockScaling(),
-    "blocks": Float8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
-}
-
-
 def check_made(rank: int, size: int, name: str, rows: int) -> None:
     """Weights of quantized_model_init, trained with sharded master copies, against one process with the whole."""
-    recipe = MADE[name]
+    recipe = recipes.RECIPES[name]
     torch.manual_seed(0)
     with tandem.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         model = ops.Sequential(ops.Linear(64, rows), ops.ReLU(), ops.Linear(rows, rows))
     numbers = {name: param.get_high_precision_init_val() for name, param in model.named_parameters() if isinstance(param, tandem.QuantizedTensor)}
     whole = copy.deepcopy(model)
     fully_shard(model)
-    wanted = {name: param.detach() for name, param in whole.named_parameters() if name in numbers}
-
-    def check() -> None:
-        model.unshard()
-        for key, param in model.named_parameters():
-            if key in wanted:
-                same(param.detach(), wanted[key].detach())
-        model.reshard()
-
-    check()
-    lengths = {key: model.get_parameter(key).to_local().shape[0] for key in numbers}
-    assert lengths["0.weight"] == min(-(-rows // size), max(rows - rank * -(-rows // size), 0)), "as torch shares it"
-    masters = {key: torch.chunk(value, size)[rank].clone().requires_grad_() for key, value in numbers.items()}
-    wholes = {key: value.clone().requires_grad_() for key, value in numbers.items()}
-    for master, part in ((masters[key], lengths[key]) for key in masters):
-        assert master.shape[0] == part
-    losses = torch.tensor(trained(model, masters, recipe, (rank, size)))
-    dist.all_reduce(losses)
-    expected = torch.tensor(trained(whole, wholes, recipe, (0, 1)))
-    torch.testing.assert_close(losses / size, expected, rtol=0.03, atol=2e-4)
-    for key, master in masters.items():
-        assert (master - torch.chunk(wholes[key], size)[rank]).abs().max() < 0.02
+    check_gathered(model, {name: whole.get_parameter(name).detach() for name in numbers})
+    length = min(-(-rows // size), max(rows - rank * -(-rows // size), 0))
+    assert all(model.get_parameter(name).to_local().shape[0] == length for name in numbers), "as torch shares it"
+    masters = check_training(model, whole, numbers, recipe, rank, size)
     gathered = {}
-    for key, master in masters.items():  # what is gathered is what one process makes of all masters
-        lists = [torch.empty_like(part) for part in torch.chunk(numbers[key], size)]
-        dist.all_gather(lists, master.detach()) if len({part.shape for part in lists}) == 1 else _all_gather_uneven(lists, master.detach(), rank)
-        gathered[key] = tandem.quantize(torch.cat(lists), whole.get_parameter(key).quantizer)
-    wanted.update(gathered)
-    check()
-
-
-def _all_gather_uneven(parts: list[torch.Tensor], own: torch.Tensor, rank: int) -> None:
-    parts[rank] = own.clone()
-    for source, part in enumerate(parts):
-        dist.broadcast(part, source)
+    for name, master in masters.items():  # what is gathered is what one process makes of all masters
+        parts = [None] * size
+        dist.all_gather_object(parts, master.detach())
+        gathered[name] = tandem.quantize(torch.cat(parts), whole.get_parameter(name).quantizer)
+    check_gathered(model, gathered)
 
 
 def check_empty_share(rank: int, size: int) -> None:
@@ -212,7 +187,7 @@ def check_first_write_before_a_call(rank: int, size: int) -> None:
 
 # Blocks of columns have 32, 128 and 16 rows; a scale of the whole tensor cuts nothing. Shares of three ranks are uneven.
 @pytest.mark.parametrize(
-    ("size", "name", "rows"), [*((2, name, 256) for name in MADE), (3, "current", 100), (3, "delayed", 64), (3, "mxfp8", 95), (3, "nvfp4", 95)]
+    ("size", "name", "rows"), [*((2, name, 256) for name in recipes.RECIPES), (3, "current", 100), (3, "delayed", 64), (3, "mxfp8", 95), (3, "nvfp4", 95)]
 )
 def test_ranks_train_what_quantized_model_init_made(size, name, rows):
     on_ranks(size, check_made, name, rows)
