@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from experts import product
 from ranks import on_ranks
-from support import randomize
+from support import fork, join, randomize
 from torch import nn
 
 import tandem
@@ -118,11 +118,7 @@ def test_09_a_sum_over_ranks_leaves_its_input_alone():
 
 
 def test_10_a_sum_in_place_into_a_channel_spoils_nothing_that_backward_reads():
-    box = ops.Sequential(
-        ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False),
-        ops.GELU(),
-        ops.AddExtraInput(in_place=True).set_extra_input_channel(0, "a"),
-    )
+    box = ops.Sequential(fork(), ops.GELU(), join(in_place=True))
     x = torch.randn(4, 8, requires_grad=True)
     y = box(x)
     expected = F.gelu(x, approximate="tanh") + x

@@ -156,13 +156,6 @@ def test_adapters_take_the_place_of_linears():
     assert box[1].up.weight.grad is not None and box[1].base.weight.grad is None and box[0].weight.grad is not None
 
 
-def test_compiled_without_breaks(fresh_dynamo):
-    box, x = randomize(ops.Sequential(ops.LayerNorm(8), ops.Linear(8, 8), ops.GELU())), torch.randn(2, 8)
-    torch.testing.assert_close(torch.compile(box, fullgraph=True, backend="aot_eager")(x), box(x))
-    linear = randomize(ops.Linear(8, 8))
-    torch.testing.assert_close(torch.compile(linear, fullgraph=True, backend="aot_eager")(x), linear(x))
-
-
 @pytest.mark.parametrize("kind", [ops.Linear, ops.LayerNorm, ops.RMSNorm])
 def test_subclasses_of_users_and_replicas(kind):
     class Own(kind):

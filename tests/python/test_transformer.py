@@ -498,11 +498,6 @@ def masked(mask, mask_type):
             r"MultiheadAttention: expected hidden_states \[sequence, batch, hidden\], got \[2, 8\]. Reshape it, or change qkv_format.",
         ),
         (lambda: tandem.MultiheadAttention(8, 0), ValueError, "expected num_attention_heads to be a whole number > 0, got 0. Give the heads of queries."),
-        (
-            lambda: tandem.LayerNormMLP(8, 8, activation="swiglu", activation_params={"limit": 1.0}),
-            ValueError,
-            r"LayerNormMLP: expected names in activation_params among the options of swiglu \(glu_interleave_size\), got 'limit'. Leave it out.",
-        ),
         (lambda: tandem.MultiheadAttention(8, 2, attention_dropout="x"), ValueError, "expected attention_dropout to be a finite number, got 'x'"),
         (lambda: tandem.MultiheadAttention(8, 2, attention_dropout=2), ValueError, "expected attention_dropout between 0 and 1, got 2. Give a"),
         (lambda: tandem.RotaryPositionEmbedding(8, rotary_base=-1), ValueError, "expected rotary_base > 0, got -1. Its powers divide positions."),

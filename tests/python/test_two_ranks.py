@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from support import ACTIVATIONS, GATED
+from support import ACTIVATIONS, GATED, fork, join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -64,8 +64,7 @@ def mlp(r: random.Random) -> ops.Sequential:
     if r.random() < 0.3:
         body.append(ops.ConstantScale(0.5))
     if r.random() < 0.5:
-        head = ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
-        body = [head, *body, ops.AddExtraInput().set_extra_input_channel(0, "residual")]
+        body = [fork(), *body, join()]
     return ops.Sequential(*body)
 
 
