@@ -209,14 +209,9 @@ def check_against(module, reference, *inputs, gain=0.0):
         close(actual, expected, terms=gain * grad.abs().max().item() if grad.numel() else 0.0)
 
 
-def step(module, x, recipe=None, grad=None, *, call=None, seed=0):
-    """One step under a recipe: the output, and the gradients of x and of the parameters, from that of the output or from its sum of squares."""
-    torch.manual_seed(seed)
-    leaf = x.detach().clone().requires_grad_()
-    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
-        y = (call or module)(leaf)
-    params = [param for param in module.parameters() if param.requires_grad]
-    return [y.detach(), *torch.autograd.grad(y.square().sum() if grad is None else y, [leaf, *params], grad)]
+def step(module, x, recipe=None, grad=None):
+    """`results_of` a step under a recipe, with one seed for all steps."""
+    return results_of(module, x, grad, recipe, seed=0)
 
 
 def llama_mlp(hidden=16, inner=24, **kwargs):
