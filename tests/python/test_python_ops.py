@@ -361,3 +361,19 @@ def test_a_pipeline_has_run_once_it_was_called():
     assert run.called_pipelines() == []
     box(torch.randn(3))
     assert len(run.called_pipelines()) == 1
+
+
+def test_a_class_of_a_user_may_have_the_name_of_one_of_ours():
+    class RMSNorm(ops.BasicOperation):
+        _kind = "mine"  # an attribute like any other in a user's class
+
+        def op_forward(self, ctx, input_, **kwargs):
+            return 3 * input_
+
+        def op_backward(self, ctx, grad_output):
+            return 3 * grad_output, ()
+
+    x = torch.randn(2, 4, requires_grad=True)
+    y = ops.Sequential(RMSNorm())(x)
+    assert torch.equal(y, 3 * x) and torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((2, 4), 3.0))
+    assert ops.library.class_of("rms_norm") is ops.RMSNorm
